@@ -1,0 +1,189 @@
+"""The library's front door: load data, condense it, evaluate what came out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from m3d.data import Dataset, load_data
+from m3d.engine import Method, Outcome, Progress, Watch
+from m3d.engine import condense as run_engine
+from m3d.errors import M3DError
+from m3d.evaluation import evaluate as evaluate_set
+from m3d.methods import Task, make_method
+from m3d.nets import make_net
+from m3d.nets.flat import FlatNet
+from m3d.registry import canonical
+from m3d.runtime import Runtime
+from m3d.store import CondensedSet, RunFolder
+
+
+def condense(
+    data: str | Path | Dataset,
+    ipc: int = 1,
+    method: str = "m3d",
+    *,
+    net: str = "convnet3",
+    seed: int = 0,
+    out: str | Path | None = None,
+    overwrite: bool = False,
+    device: str = "auto",
+    precision: str = "auto",
+    deterministic: bool = False,
+    step_mode: str = "auto",
+    checkpoint_seconds: float = 60.0,
+    eval_every: int = 0,
+    eval_options: Mapping[str, Any] | None = None,
+    load_options: Mapping[str, Any] | None = None,
+    report: Callable[[Progress], None] | None = None,
+    **options: Any,
+) -> CondensedSet:
+    """Condense ``data`` to ``ipc`` images per class; ``options`` are the method's own (``m3d list methods NAME``).
+
+    With ``out`` the run is kept in that folder: checkpoints, history, and the condensed set at the end.
+    """
+    request: dict[str, Any] = {
+        "ipc": ipc,
+        "method": canonical(method),
+        "options": options,
+        "net": net,
+        "seed": seed,
+        "device": device,
+        "precision": precision,
+        "deterministic": deterministic,
+        "step_mode": step_mode,
+        "checkpoint_seconds": checkpoint_seconds,
+        "eval_every": eval_every,
+        "eval_options": dict(eval_options or {}),
+    }
+    dataset = data if isinstance(data, Dataset) else load_data(data, **dict(load_options or {}))
+    request["data"] = dict(dataset.recipe)
+    run = _prepare(request, dataset)
+    folder = RunFolder(out) if out is not None else None
+    if folder is not None:
+        machine = run.runtime.describe()
+        folder.begin({**request, "fingerprint": dataset.train.fingerprint, "machine": machine}, overwrite)
+    return run.go(folder, report)
+
+
+def resume(run: str | Path, *, report: Callable[[Progress], None] | None = None) -> CondensedSet:
+    """Continue an interrupted run from its last checkpoint, or return its set if it had finished."""
+    folder = RunFolder(run)
+    request = folder.request()
+    if folder.finished:
+        return CondensedSet.load(folder.path)
+    try:
+        dataset = load_data(**request["data"])
+        prepared = _prepare(request, dataset)
+        expected = request["fingerprint"]
+    except (KeyError, TypeError) as error:
+        raise M3DError(f"{str(folder / RunFolder.RUN)!r} is incomplete: {error}") from error
+    if dataset.train.fingerprint != expected:
+        raise M3DError(f"the data of {str(folder.path)!r} have changed since the run began; it cannot be continued")
+    return prepared.go(folder, report)
+
+
+class _Prepared:
+    """A checked request, ready to run: everything that can fail cheaply has been tried."""
+
+    def __init__(
+        self, request: Mapping[str, Any], data: Dataset, method: Method, options: dict[str, object], runtime: Runtime
+    ):
+        self.request, self.data, self.method, self.options, self.runtime = request, data, method, options, runtime
+
+    def go(self, folder: RunFolder | None, report: Callable[[Progress], None] | None) -> CondensedSet:
+        request, runtime = self.request, self.runtime
+        on_device = self.data.to(runtime.device)
+        net = FlatNet(make_net(request["net"], self.data.shape, self.data.classes), runtime.device)
+        watch = Watch(report, folder, request["checkpoint_seconds"], self._judge, request["eval_every"])
+        outcome = run_engine(self.method, on_device, net, request["ipc"], request["seed"], runtime, watch)
+        result = self._set(outcome.pixels, outcome, self.method.steps)
+        if folder is not None:
+            if outcome.losses:
+                folder.write_history(outcome.losses)
+            if outcome.best is not None:
+                self._set(outcome.best[0], outcome, outcome.best[1]).save(folder / RunFolder.BEST)
+            result.save(folder / RunFolder.CONDENSED)
+            for name in (RunFolder.CHECKPOINT, RunFolder.PREVIOUS):
+                (folder / name).unlink(missing_ok=True)
+        return result
+
+    def _judge(self, pixels: Tensor, step: int) -> float:
+        """Validation accuracy of the set as it is now."""
+        settings = {"protocol": "quick", "repeats": 3, **self.request["eval_options"]}
+        now = self._set(pixels, None, step)
+        return evaluate_set(now, self.data, net=self.request["net"], split="val", runtime=self.runtime, **settings).mean
+
+    def _set(self, pixels: Tensor, outcome: Outcome | None, steps: int) -> CondensedSet:
+        request, data = self.request, self.data
+        manifest: dict[str, Any] = {
+            "method": request["method"],
+            "options": self.options,
+            "ipc": request["ipc"],
+            "factor": self.method.tiles.factor,
+            "mean": list(data.mean),
+            "std": list(data.std),
+            "class_names": list(data.class_names),
+            "data": {"name": data.name, "fingerprint": data.train.fingerprint, "recipe": dict(data.recipe)},
+            "net": request["net"],
+            "seed": request["seed"],
+            "steps": steps,
+            "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            **self.runtime.describe(),
+        }
+        if outcome is not None:
+            manifest |= {"seconds": round(outcome.seconds, 3), "peak_memory": self.runtime.peak_memory()}
+            if outcome.losses:
+                manifest["loss"] = outcome.losses[-1]
+            if outcome.judged:
+                manifest["validation"] = outcome.judged
+        labels = torch.arange(data.classes).repeat_interleave(request["ipc"])
+        return CondensedSet(pixels.flatten(0, 1).float(), labels, manifest)
+
+
+def _prepare(request: Mapping[str, Any], data: Dataset) -> _Prepared:
+    """Check everything that can be checked before any long work."""
+    ipc = request["ipc"]
+    if isinstance(ipc, bool) or not isinstance(ipc, int) or ipc < 1:
+        raise M3DError(f"ipc={ipc} is not valid; allowed: 1 and more images per class")
+    if request["eval_every"] and data.val is None:
+        raise M3DError("eval_every needs held-out data: give a val_fraction between 0 and 1 (--val-fraction 0.1)")
+    runtime = Runtime.choose(request["device"], request["precision"], request["deterministic"], request["step_mode"])
+    task = Task(data.name, data.shape, data.classes, ipc, data.mirror)
+    method, options = make_method(request["method"], task, dict(request["options"]))
+    make_net(request["net"], data.shape, data.classes)
+    return _Prepared(request, data, method, options, runtime)
+
+
+def evaluate(
+    run: str | Path | CondensedSet,
+    data: str | Path | Dataset | None = None,
+    *,
+    device: str = "auto",
+    precision: str = "auto",
+    **options: Any,
+) -> Any:
+    """Train fresh networks on a condensed set and test them on real images; see :func:`m3d.evaluation.evaluate`.
+
+    Without ``data`` the dataset is loaded as the set's manifest says.
+    """
+    condensed = run if isinstance(run, CondensedSet) else CondensedSet.load(run)
+    dataset = data if isinstance(data, Dataset) else load_source(condensed, data)
+    return evaluate_set(condensed, dataset, runtime=Runtime.choose(device, precision), **options)
+
+
+def load_source(
+    condensed: CondensedSet, data: str | Path | None = None, data_root: str | Path | None = None
+) -> Dataset:
+    """The dataset a set was made from, or the one named instead."""
+    if data is not None:
+        return load_data(data, data_root=data_root)
+    recipe = condensed.manifest["data"].get("recipe")
+    if not isinstance(recipe, dict) or "source" not in recipe:
+        raise M3DError("the set's manifest does not say where its data came from; name the dataset (--data)")
+    return load_data(**{**recipe, **({"data_root": data_root} if data_root else {})})

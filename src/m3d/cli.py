@@ -1,0 +1,386 @@
+"""The command line. Nothing heavy is imported until a command runs, so that help answers at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from m3d.errors import M3DError, unknown
+from m3d.version import __version__
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from m3d.engine import Progress
+
+# Click's base error. Some releases of Typer depend on Click and some carry their own copy; this finds either.
+_ClickException: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+
+app = typer.Typer(
+    name="m3d",
+    help="Condense a labelled image dataset into a tiny synthetic one, evaluate it, and use it.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _examples(*lines: str) -> str:
+    return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
+
+
+DataRoot = Annotated[
+    Path | None, typer.Option(help="Where datasets lie or are put; default $M3D_DATA, else ~/.cache/m3d.")
+]
+Size = Annotated[int | None, typer.Option(help="Side in pixels that images of a folder are resized and cropped to.")]
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+Precision = Annotated[str, typer.Option(help="auto (bf16 on CUDA, fp32 on CPU), bf16, tf32 or fp32.")]
+Seed = Annotated[int, typer.Option(help="Same seed, same result.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+Net = Annotated[str, typer.Option(help="Network, e.g. convnet3 or convnet3:width=64; see 'm3d list nets'.")]
+
+
+@app.callback(invoke_without_command=True)
+def _common(
+    context: typer.Context,
+    plugin: Annotated[
+        list[Path] | None, typer.Option(metavar="FILE", help="Your own .py file that registers methods or kernels.")
+    ] = None,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    if version:
+        typer.echo(f"m3d {__version__}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        raise M3DError("which command? See 'm3d --help'")
+    from m3d.registry import load_plugin
+
+    for path in plugin or []:
+        load_plugin(path)
+
+
+@app.command(
+    epilog=_examples(
+        "m3d condense digits --ipc 1 --steps 200",
+        "m3d condense cifar10 --ipc 10 --out runs/cifar10-10",
+        "m3d condense ./photos --size 64 --ipc 5 --val-fraction 0.1 --eval-every 1000",
+        "m3d condense cifar10 --ipc 10 --kernel linear --set momentum=0.9",
+        "m3d condense --resume runs/cifar10-10",
+    )
+)
+def condense(
+    data: Annotated[
+        str | None, typer.Argument(help="Dataset name, image folder or .npz; see 'm3d list datasets'.")
+    ] = None,
+    ipc: Annotated[int, typer.Option(help="Images per class to keep.")] = 1,
+    method: Annotated[str, typer.Option(help="See 'm3d list methods'.")] = "m3d",
+    steps: Annotated[int | None, typer.Option(help="Iterations.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Learning rate of the images.")] = None,
+    factor: Annotated[int | None, typer.Option(help="Mini-images along each side of a stored image.")] = None,
+    kernel: Annotated[str | None, typer.Option(help="See 'm3d list kernels'.")] = None,
+    ipm: Annotated[int | None, typer.Option(help="Iterations per random model.")] = None,
+    batch_real: Annotated[int | None, typer.Option(help="Real images per class and step.")] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="NAME=VALUE", help="Any other option of the method, as name=value."),
+    ] = None,
+    net: Net = "convnet3",
+    seed: Seed = 0,
+    out: Annotated[Path | None, typer.Option(help="Run folder; default runs/DATA-METHOD-ipcN-seedN.")] = None,
+    overwrite: Annotated[bool, typer.Option(help="Replace a run that is already in the folder.")] = False,
+    resume: Annotated[Path | None, typer.Option(help="Continue the run in this folder; takes no other option.")] = None,
+    data_root: DataRoot = None,
+    size: Size = None,
+    val_fraction: Annotated[float, typer.Option(help="Part of the training data held out for choices.")] = 0.0,
+    eval_every: Annotated[int, typer.Option(help="Steps between measurements on the held-out part; 0: none.")] = 0,
+    device: Device = "auto",
+    precision: Precision = "auto",
+    deterministic: Annotated[
+        bool, typer.Option(help="Bit-reproducible on CUDA too (slower; the CPU always is).")
+    ] = False,
+    step_mode: Annotated[str, typer.Option(help="auto (compile long CUDA runs), eager or compile.")] = "auto",
+    checkpoint_seconds: Annotated[float, typer.Option(help="Seconds between checkpoints.")] = 60.0,
+    as_json: Json = False,
+) -> None:
+    """Condense DATA to a few synthetic images per class."""
+    if resume is not None:
+        if data is not None:
+            raise M3DError(f"--resume continues {str(resume)!r} with its own settings; give no dataset beside it")
+        _condense(lambda api, report: api.resume(resume, report=report), resume, as_json)
+        return
+    if data is None:
+        raise M3DError(
+            "which dataset? Give a name, an image folder or an .npz (see 'm3d list datasets'), or --resume RUN"
+        )
+    common = {"steps": steps, "lr": lr, "factor": factor, "kernel": kernel, "ipm": ipm, "batch_real": batch_real}
+    options = {k: v for k, v in common.items() if v is not None} | _assignments(set_ or [])
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # must stand before CUDA starts
+    name = Path(data).stem if "/" in data or "." in data else data
+    folder = out or Path("runs") / f"{name}-{method}-ipc{ipc}-seed{seed}"
+    load_options = {"data_root": data_root, "size": size, "val_fraction": val_fraction, "split_seed": seed}
+    _condense(
+        lambda api, report: api.condense(
+            data,
+            ipc,
+            method,
+            net=net,
+            seed=seed,
+            out=folder,
+            overwrite=overwrite,
+            device=device,
+            precision=precision,
+            deterministic=deterministic,
+            step_mode=step_mode,
+            checkpoint_seconds=checkpoint_seconds,
+            eval_every=eval_every,
+            load_options=load_options,
+            report=report,
+            **options,
+        ),
+        folder,
+        as_json,
+    )
+
+
+def _condense(call: Callable[[Any, Callable[[Progress], None] | None], Any], folder: Path, as_json: bool) -> None:
+    from m3d import api
+    from m3d.engine import Interrupted
+
+    try:
+        with _progress_bar(quiet=as_json) as report:
+            condensed = call(api, report)
+    except Interrupted as stop:
+        typer.echo(f"m3d: {stop}; continue with: m3d condense --resume {folder}", err=True)
+        raise typer.Exit(130) from None
+    manifest = condensed.manifest
+    if as_json:
+        typer.echo(json.dumps({"run": str(folder), "set": condensed.fingerprint, **manifest}))
+        return
+    typer.echo(
+        f"{manifest['method']}: {len(condensed.class_names)} classes × {manifest['ipc']} images, "
+        f"{manifest['steps']} steps in {manifest.get('seconds', 0):.1f} s → {folder}"
+    )
+    typer.echo(f"next: m3d show {folder}    m3d evaluate {folder}")
+
+
+@app.command(
+    epilog=_examples(
+        "m3d evaluate runs/cifar10-10",
+        "m3d evaluate runs/cifar10-10 --repeats 3 --epochs 300",
+        "m3d evaluate runs/cifar10-10 --protocol dsa --json",
+        "m3d evaluate --full cifar10 --repeats 3",
+    )
+)
+def evaluate(
+    run: Annotated[Path | None, typer.Argument(help="Run folder or condensed.safetensors.")] = None,
+    full: Annotated[str | None, typer.Option(help="Train on this whole dataset instead: the upper bound.")] = None,
+    data: Annotated[str | None, typer.Option(help="Test on this dataset instead of the one it was made from.")] = None,
+    net: Net = "convnet3",
+    protocol: Annotated[
+        str | None, typer.Option(help="See 'm3d list protocols'; default paper (whole for --full).")
+    ] = None,
+    epochs: Annotated[int | None, typer.Option(help="Epochs instead of the protocol's.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Batch size instead of the protocol's.")] = None,
+    repeats: Annotated[int, typer.Option(help="Networks trained, each from its own random weights.")] = 10,
+    split: Annotated[str, typer.Option(help="test, or val where a part was held out.")] = "test",
+    seed: Seed = 0,
+    data_root: DataRoot = None,
+    size: Size = None,
+    device: Device = "auto",
+    precision: Precision = "auto",
+    as_json: Json = False,
+) -> None:
+    """Train fresh networks on a condensed set and test them on real images."""
+    if (run is None) == (full is None):
+        raise M3DError("give a run folder, or --full DATASET; one of them")
+    from m3d.api import load_source
+    from m3d.data import load_data
+    from m3d.evaluation import evaluate as evaluate_set
+    from m3d.evaluation import evaluate_whole, make_protocol
+    from m3d.runtime import Runtime
+    from m3d.store import CondensedSet, RunFolder
+
+    rules = make_protocol(protocol or ("whole" if full else "paper"), epochs=epochs, batch=batch)
+    runtime = Runtime.choose(device, precision)
+    settings: dict[str, Any] = {"net": net, "protocol": rules, "repeats": repeats, "seed": seed, "split": split}
+    with _epoch_bar(quiet=as_json) as report:
+        if full is not None:
+            dataset = load_data(full, data_root=data_root, size=size)
+            result = evaluate_whole(dataset, runtime=runtime, report=report, **settings)
+        else:
+            assert run is not None
+            condensed = CondensedSet.load(run)
+            dataset = load_source(condensed, data, data_root)
+            result = evaluate_set(condensed, dataset, runtime=runtime, report=report, **settings)
+    record = result.as_record()
+    if run is not None and run.is_dir():
+        RunFolder(run).add_result(record)
+    if as_json:
+        typer.echo(json.dumps(record))
+        return
+    typer.echo(f"{record['method']} on {record['data']['name']}, {net}, protocol {rules.name}: {result}")
+    typer.echo(
+        f"best of epochs {', '.join(record['checks'])}: {record['best_of_checks']:.2f} ± {record['best_sd']:.2f} %"
+    )
+    typer.echo(f"{record['seconds']:.1f} s on {record['device']}")
+
+
+@app.command(epilog=_examples("m3d show runs/cifar10-10", "m3d show runs/cifar10-10 --decoded --out decoded.png"))
+def show(
+    run: Annotated[Path, typer.Argument(help="Run folder or condensed.safetensors.")],
+    out: Annotated[
+        Path | None, typer.Option(help="Picture to write (.png, .svg or .pdf); default beside the set.")
+    ] = None,
+    decoded: Annotated[bool, typer.Option(help="Show the images as a network sees them.")] = False,
+    history: Annotated[bool, typer.Option(help="Draw the loss over steps instead.")] = False,
+    most: Annotated[int, typer.Option(help="Images per class to show at most.")] = 10,
+    classes: Annotated[int, typer.Option(help="Classes to show at most.")] = 20,
+) -> None:
+    """Draw the condensed images as a labelled grid."""
+    from m3d.pictures import grid, loss_curve, picture_format, save_figure
+    from m3d.store import CondensedSet, RunFolder
+
+    if most < 1 or classes < 1:
+        raise M3DError(f"--most {most} --classes {classes}: allowed are 1 and more")
+    home = run if run.is_dir() else run.parent
+    target = out or home / ("loss.png" if history else "images.png")
+    picture_format(target)
+    figure = loss_curve(RunFolder(home)) if history else grid(CondensedSet.load(run), decoded, most, classes)
+    save_figure(figure, target)
+    typer.echo(str(target))
+
+
+@app.command(
+    epilog=_examples(
+        "m3d export runs/cifar10-10 --to imagefolder --out cifar10-tiny",
+        "m3d export runs/cifar10-10 --to npz",
+    )
+)
+def export(
+    run: Annotated[Path, typer.Argument(help="Run folder or condensed.safetensors.")],
+    to: Annotated[str, typer.Option(help="imagefolder, npz or pt.")],
+    out: Annotated[Path | None, typer.Option(help="Where to; default RUN/export.FORMAT.")] = None,
+) -> None:
+    """Write the images a network trains on in a format other tools read."""
+    from m3d.export import export as write
+    from m3d.store import CondensedSet
+
+    home = run if run.is_dir() else run.parent
+    default = home / ("imagefolder" if to == "imagefolder" else f"condensed.{to}")
+    typer.echo(str(write(CondensedSet.load(run), to, out or default)))
+
+
+@app.command(name="list", epilog=_examples("m3d list methods", "m3d list methods m3d", "m3d list datasets --json"))
+def list_(
+    what: Annotated[str, typer.Argument(help="methods, kernels, nets, protocols or datasets.")],
+    name: Annotated[str | None, typer.Argument(help="One of them, to see its options.")] = None,
+    as_json: Json = False,
+) -> None:
+    """List what can be asked for by name, with options and defaults."""
+    from m3d.listing import KINDS, describe, overview
+
+    if what not in KINDS:
+        raise unknown("list", what, KINDS)
+    rows = overview(what) if name is None else describe(what, name)
+    if as_json:
+        typer.echo(json.dumps(rows))
+        return
+    width = max(len(str(row["name"])) for row in rows)
+    for row in rows:
+        rest = {k: v for k, v in row.items() if k not in ("name", "about")}
+        extra = "  [" + ", ".join(f"{k}: {v}" for k, v in rest.items()) + "]" if rest else ""
+        typer.echo(f"{row['name']:<{width}}  {row['about']}{extra}".rstrip())
+
+
+@app.command(epilog=_examples("m3d demo", "m3d demo --out /tmp/demo"))
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for the two runs and the picture.")] = Path("runs/demo"),
+    repeats: Annotated[int, typer.Option(help="Networks trained on each set.")] = 5,
+    as_json: Json = False,
+) -> None:
+    """Condense the embedded digits to one image per class, and compare with a random selection. No download."""
+    from m3d.demo import run_demo
+
+    with _progress_bar(quiet=as_json) as report:
+        summary = run_demo(out, repeats, report)
+    if as_json:
+        typer.echo(json.dumps(summary))
+        return
+    typer.echo("")
+    typer.echo(f"{'1 image per class of digits':<34}{'test accuracy':>16}{'seconds':>10}")
+    for row in summary["rows"]:
+        typer.echo(f"{row['label']:<34}{row['accuracy']:>8.1f} ± {row['sd']:<4.1f}%{row['seconds']:>10.1f}")
+    typer.echo(f"\nmean ± sd of {repeats} networks, last epoch. Picture: {summary['picture']}")
+
+
+@contextmanager
+def _progress_bar(quiet: bool) -> Iterator[Callable[[Progress], None] | None]:
+    """A bar with loss, speed and time left on a terminal; nothing where nobody watches."""
+    if quiet or not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]:.4g}"))
+    timing = (TextColumn("{task.fields[rate]:.1f} steps/s"), TimeRemainingColumn())
+    with Bar(*columns, *timing, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=None, loss=float("nan"), rate=0.0)
+        yield lambda p: bar.update(task, completed=p.step, total=p.steps, loss=p.loss, rate=p.rate)
+
+
+@contextmanager
+def _epoch_bar(quiet: bool) -> Iterator[Callable[[int, int], None] | None]:
+    if quiet or not sys.stderr.isatty():
+        yield None
+        return
+    yield lambda epoch, epochs: typer.echo(f"epoch {epoch} of {epochs}", err=True)
+
+
+def _assignments(texts: list[str]) -> dict[str, str]:
+    values = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not name.strip():
+            raise M3DError(f"--set {text!r}: expected name=value")
+        values[name.strip().replace("-", "_")] = value.strip()
+    return values
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line: one-line errors, exit code 2, no traceback."""
+    try:
+        code = app(arguments, prog_name="m3d", standalone_mode=False)
+    except M3DError as error:
+        _fail(str(error), 2)
+    except _ClickException as error:
+        _fail(error.format_message() + _usage_hint(error), 2)
+    except (typer.Abort, KeyboardInterrupt):
+        _fail("interrupted", 130)
+    else:
+        sys.exit(code if isinstance(code, int) else 0)
+
+
+def _usage_hint(error: Any) -> str:
+    context = getattr(error, "ctx", None)
+    return f" (see '{context.command_path} --help')" if context is not None else ""
+
+
+def _fail(message: str, code: int) -> None:
+    typer.echo("m3d: " + " ".join(message.split()), err=True)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""Class-sorted images resident on one device, and the dataset made of them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from m3d import rng
+from m3d.errors import M3DError
+
+
+class ClassData:
+    """All images of a split in one uint8 tensor, sorted by class: class c is ``images[start[c]:start[c] + count[c]]``.
+
+    A step's images of every class are one indexing operation: ``data.take(data.deck(...))``.
+    """
+
+    def __init__(self, images: Tensor, count: Tensor):
+        """``images`` [N, ch, h, w] uint8, sorted by class; ``count`` [C] int64, how many each class has."""
+        if images.dtype != torch.uint8 or images.ndim != 4:
+            raise M3DError(f"images must be uint8 [N, ch, h, w], got {images.dtype} {list(images.shape)}")
+        if int(count.sum()) != len(images):
+            raise M3DError(f"{len(images)} images but class counts that sum to {int(count.sum())}")
+        self.images = images
+        self.count = count
+        self.start = torch.cumsum(count, 0) - count  # [C]
+
+    @classmethod
+    def from_labels(cls, images: np.ndarray, labels: np.ndarray, class_names: Sequence[str], split: str) -> ClassData:
+        """From ``images`` [N, h, w, ch] uint8 and ``labels`` [N] in any order. Every class must have an image."""
+        if len(images) != len(labels):
+            raise M3DError(f"{split}: {len(images)} images but {len(labels)} labels")
+        if len(labels) and not 0 <= labels.min() <= labels.max() < len(class_names):
+            raise M3DError(
+                f"{split}: labels run from {labels.min()} to {labels.max()}; allowed: 0 to {len(class_names) - 1}"
+            )
+        count = np.bincount(labels, minlength=len(class_names))
+        for name, n in zip(class_names, count, strict=True):
+            if n == 0:
+                raise M3DError(f"{split}: class {name!r} has no image; every class needs at least one")
+        order = np.argsort(labels, kind="stable")
+        pixels = np.ascontiguousarray(images[order].transpose(0, 3, 1, 2))
+        return cls(torch.from_numpy(pixels), torch.from_numpy(count.astype(np.int64)))
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    @property
+    def classes(self) -> int:
+        return len(self.count)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(ch, h, w) of an image."""
+        ch, h, w = self.images.shape[1:]
+        return ch, h, w
+
+    @property
+    def device(self) -> torch.device:
+        return self.images.device
+
+    def to(self, device: torch.device | str) -> ClassData:
+        return ClassData(self.images.to(device), self.count.to(device))
+
+    def labels(self) -> Tensor:
+        """[N] int64."""
+        return torch.repeat_interleave(torch.arange(self.classes, device=self.device), self.count)
+
+    def take(self, index: Tensor) -> Tensor:
+        """Images [C, n, ch, h, w] float32 in [0, 1] for ``index`` [C, n] within each class."""
+        return self.images[self.start[:, None] + index].float() / 255
+
+    def deck(self, seed: int, steps: Tensor, n: int) -> Tensor:
+        """[S, C, n]: which images of each class enter each of ``steps`` [S].
+
+        Every class is read in shuffled passes, each image once a pass; step t takes positions t·n to t·n + n - 1.
+        """
+        position = steps[:, None, None] * n + torch.arange(n, device=steps.device)
+        lanes = torch.arange(self.classes, device=steps.device)
+        return rng.shuffled(seed, rng.Purpose.REAL, position, lanes, self.count)
+
+    def split(self, fraction: float, seed: int) -> tuple[ClassData, ClassData]:
+        """(rest, held out): a stratified part of ``fraction`` of every class, at least one image each side."""
+        held = (self.count * fraction).round().long().clamp(min=1)
+        if bool((held >= self.count).any()):
+            least = int(self.count.min())
+            raise M3DError(
+                f"val_fraction={fraction}: the smallest class has {least} images, too few to hold out a part"
+            )
+        keep, away = [], []
+        for c in range(self.classes):
+            lane, size = torch.tensor([c]), self.count[c : c + 1].cpu()
+            position = torch.arange(int(size))[None, None]
+            order = rng.shuffled(seed, rng.Purpose.SPLIT, position, lane, size).flatten() + int(self.start[c])
+            away.append(order[: held[c]].sort().values)
+            keep.append(order[held[c] :].sort().values)
+        index = [torch.cat(part).to(self.device) for part in (keep, away)]
+        return (
+            ClassData(self.images[index[0]], self.count - held),
+            ClassData(self.images[index[1]], held),
+        )
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """sha256 over shape, class counts and pixels: equal for equal data, whatever file it came from."""
+        digest = hashlib.sha256(repr((tuple(self.images.shape), self.count.tolist())).encode())
+        digest.update(self.images.cpu().numpy().tobytes())
+        return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """A labelled image dataset: what ``m3d.load_data`` returns."""
+
+    name: str
+    train: ClassData
+    test: ClassData
+    class_names: tuple[str, ...]
+    mean: tuple[float, ...]  # per channel, of pixels in [0, 1]
+    std: tuple[float, ...]
+    mirror: bool = True  # whether a mirrored image still shows its class (not so for digits)
+    val: ClassData | None = None  # the held-out part of the training data, if one was asked for
+    recipe: Mapping[str, Any] = field(default_factory=dict)  # arguments that load this dataset again
+
+    @property
+    def classes(self) -> int:
+        return len(self.class_names)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.train.shape
+
+    def to(self, device: torch.device | str) -> Dataset:
+        val = None if self.val is None else self.val.to(device)
+        return replace(self, train=self.train.to(device), test=self.test.to(device), val=val)
+
+    def hold_out(self, fraction: float, seed: int) -> Dataset:
+        """The same dataset with a stratified ``fraction`` of the training data moved to ``val``; 0 changes nothing."""
+        if not 0 <= fraction < 1:
+            raise M3DError(f"val_fraction={fraction} is not valid; allowed: 0 up to, but not including, 1")
+        if fraction == 0:
+            return self
+        rest, held = self.train.split(fraction, seed)
+        return replace(self, train=rest, val=held)
+
+
+def channel_statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation of each channel of ``images`` [N, ch, h, w] uint8, as pixels in [0, 1]."""
+    n = 0
+    total, square = torch.zeros(2, images.shape[1], dtype=torch.float64)
+    for chunk in torch.split(images, 4096):  # a chunk at a time: a float64 copy of a large dataset would not fit
+        pixels = chunk.double() / 255
+        n += pixels.shape[0] * pixels.shape[2] * pixels.shape[3]
+        total += pixels.sum((0, 2, 3)).cpu()
+        square += pixels.square().sum((0, 2, 3)).cpu()
+    mean = total / n
+    std = (square / n - mean.square()).clamp(min=1e-6).sqrt()
+    return tuple(mean.tolist()), tuple(std.tolist())

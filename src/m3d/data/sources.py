@@ -1,0 +1,108 @@
+"""From a name or a path to a ``Dataset``: named datasets, image folders and .npz files."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from m3d.data import folder, official, readers
+from m3d.data.classes import ClassData, Dataset, channel_statistics
+from m3d.data.official import Record
+from m3d.data.readers import Arrays
+from m3d.errors import M3DError, unknown
+
+
+def load_data(
+    source: str | Path,
+    *,
+    data_root: str | Path | None = None,
+    size: int | None = None,
+    val_fraction: float = 0.0,
+    split_seed: int = 0,
+    download: bool = True,
+) -> Dataset:
+    """The dataset of that name, or the one in that image folder or .npz file.
+
+    A name wins over a file of that name (write ``./cifar10`` for the file); a ``Path`` is always a path. The files of a
+    named dataset are looked for below ``data_root`` (or ``$M3D_DATA``, or ``~/.cache/m3d``) and, if they are not
+    there, downloaded to it. ``size`` brings images to ``size``×``size``. Mean and deviation are those of the whole
+    training split, whether or not a part of it is then held out for validation.
+    """
+    if size is not None and size < 1:
+        raise M3DError(f"size={size} is not valid; allowed: 1 or more")
+    record = official.find(source) if isinstance(source, str) else None
+    recipe: dict[str, Any] = {"source": record.name if record else str(_existing(source))}
+    if record and data_root is not None:
+        recipe["data_root"] = str(Path(data_root).expanduser().resolve())
+    if size is not None:
+        recipe["size"] = size
+    if val_fraction:
+        recipe |= {"val_fraction": val_fraction, "split_seed": split_seed}
+    if record:
+        root = Path(data_root or os.environ.get("M3D_DATA") or "~/.cache/m3d").expanduser()
+        arrays = official.read(record, root, download=download)
+        dataset = _from_arrays(arrays, record, record.name, size, recipe)
+    else:
+        dataset = _from_path(Path(recipe["source"]), size, recipe)
+    return dataset.hold_out(val_fraction, split_seed)
+
+
+def dataset_names() -> list[str]:
+    """The names that ``load_data`` knows."""
+    return sorted(official.RECORDS)
+
+
+def _existing(source: str | Path) -> Path:
+    """An absolute path that exists, or an error that suggests the nearest dataset name."""
+    path = Path(source).expanduser()
+    if str(source).strip() and path.exists():
+        return path.resolve()
+    looks_like_path = isinstance(source, Path) or source.endswith(".npz") or {"/", os.sep} & set(source)
+    if not looks_like_path:
+        raise M3DError(
+            f"{unknown('dataset', str(source), dataset_names())} A path must exist, and {str(source)!r} does not."
+        )
+    raise M3DError(f"{path}: no such file or folder; a dataset name is one of {', '.join(dataset_names())}")
+
+
+def _from_path(path: Path, size: int | None, recipe: dict[str, Any]) -> Dataset:
+    """The dataset in an image folder or an .npz file."""
+    if path.is_dir():
+        train, test, names = folder.read_folder(path, size)
+        mean, std = channel_statistics(train.images)
+        return Dataset(path.name, train, test, names, mean, std, recipe=recipe)
+    if path.suffix.lower() != ".npz":
+        raise M3DError(f"{path}: is neither a folder of images nor an .npz file")
+    arrays, record = readers.read_npz(path), official.find(path.stem)
+    return _from_arrays(arrays, record, record.name if record else path.stem, size, recipe, where=str(path))
+
+
+def _from_arrays(
+    arrays: Arrays, record: Record | None, name: str, size: int | None, recipe: dict[str, Any], *, where: str = ""
+) -> Dataset:
+    """A dataset of arrays, with the class names and statistics of its record where it has one."""
+    where = where or name
+    names = arrays.class_names or (record.class_names if record else _numbered(arrays.y_train))
+    channels = arrays.x_train.shape[3]
+    if record and (len(names), channels) != (len(record.class_names), record.channels):
+        raise M3DError(
+            f"{where}: holds {len(names)} classes of {channels}-channel images, but {record.name} has "
+            f"{len(record.class_names)} classes and {record.channels} channels; rename it if it is another dataset"
+        )
+    train = _sorted(arrays.x_train, arrays.y_train, names, size, f"{where}: train")
+    test = _sorted(arrays.x_test, arrays.y_test, names, size, f"{where}: test")
+    mean, std = (record.mean, record.std) if record and record.mean else channel_statistics(train.images)
+    return Dataset(name, train, test, names, mean, std, mirror=record.mirror if record else True, recipe=recipe)
+
+
+def _sorted(x: np.ndarray, y: np.ndarray, names: tuple[str, ...], size: int | None, split: str) -> ClassData:
+    """Images [N, h, w, ch] and labels [N] as class data, resized if asked."""
+    return ClassData.from_labels(x if size is None else folder.resize(x, size), y, names, split)
+
+
+def _numbered(labels: np.ndarray) -> tuple[str, ...]:
+    """Class names for a file that has none: 0, 1, 2, ..."""
+    return tuple(map(str, range(int(labels.max()) + 1))) if len(labels) else ()

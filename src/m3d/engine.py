@@ -1,0 +1,368 @@
+"""The one loop: a frozen Method record in, synthetic pixels out. It knows protocols, never a concrete method.
+
+Randomness is drawn for a block of steps at a time into fixed buffers, as a function of (seed, step, class); a step then
+is a pure function of tensors at fixed addresses, which CUDA replays from a recorded graph. The host only counts.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from m3d import rng
+from m3d.augment import UNIFORMS, Augment
+from m3d.data.classes import Dataset
+from m3d.errors import M3DError
+from m3d.nets.flat import FlatNet
+from m3d.objectives.features import Objective
+from m3d.players import Player
+from m3d.pools import Pool
+from m3d.probes import Forward, Probe
+from m3d.runtime import Repeated, Runtime, pick
+from m3d.select import Init
+from m3d.store import RunFolder
+from m3d.synth import Synthetic, Tiles
+from m3d.types import Batch
+
+BLOCK = 64  # steps whose draws are made together, and whose losses wait together on the device
+_REPORT_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class Matching:
+    """How synthetic images are moved towards real ones."""
+
+    steps: int
+    pool: Pool  # through which networks
+    objective: Objective  # how readings are compared
+    player: Player  # how the images move
+    probe: Probe = field(default_factory=Forward)  # what is read
+    augment: Augment = field(default_factory=Augment)  # one draw per class and step, the same for both sides
+    batch_real: int = 128  # real images per class and step
+    batch_syn_max: int = 200  # decoded synthetic images per class and step, at most
+    standardised: bool = False  # whether the player moves standardised pixels instead of plain ones
+    diverged_at: float = 20.0  # stop when the loss exceeds its first value this many times
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_real", "batch_syn_max"):
+            if getattr(self, name) < 1:
+                raise M3DError(f"{name}={getattr(self, name)} is not valid; allowed: 1 and more")
+
+
+@dataclass(frozen=True)
+class Method:
+    """A condensation method: where images start, how they are stored, and how they are moved (coresets: not at all)."""
+
+    init: Init
+    tiles: Tiles = field(default_factory=lambda: Tiles(1))
+    matching: Matching | None = None
+
+    @property
+    def steps(self) -> int:
+        return self.matching.steps if self.matching else 0
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What is known after some steps."""
+
+    step: int
+    steps: int
+    loss: float  # mean over classes, latest step
+    seconds: float  # spent in this run so far, earlier sessions included
+    rate: float  # steps per second, lately
+
+
+@dataclass
+class Watch:
+    """What happens beside the loop. Every part is optional."""
+
+    report: Callable[[Progress], None] | None = None
+    folder: RunFolder | None = None
+    checkpoint_seconds: float = 60.0
+    judge: Callable[[Tensor, int], float] | None = None  # (pixels, step) -> validation accuracy
+    judge_every: int = 0
+
+
+@dataclass
+class Outcome:
+    """What a finished condensation leaves."""
+
+    pixels: Tensor  # [C, ipc, ch, h, w] in [0, 1], CPU
+    losses: list[float]
+    seconds: float
+    best: tuple[Tensor, int, float] | None = None  # (pixels, step, validation accuracy)
+    judged: list[tuple[int, float]] = field(default_factory=list)
+
+
+class Interrupted(Exception):
+    """The run was asked to stop; its checkpoint is written."""
+
+    def __init__(self, step: int):
+        super().__init__(f"stopped after {step} steps")
+        self.step = step
+
+
+def condense(
+    method: Method, data: Dataset, net: FlatNet, ipc: int, seed: int, runtime: Runtime, watch: Watch | None = None
+) -> Outcome:
+    """Condense ``data`` (already on the runtime's device) to ``ipc`` images per class.
+
+    A checkpoint in ``watch.folder`` is continued: the result is bit-identical to a run that never stopped wherever the
+    run itself is reproducible.
+    """
+    watch = watch or Watch()
+    if ipc < 1:
+        raise M3DError(f"ipc={ipc} is not valid; allowed: 1 and more images per class")
+    with runtime.active():
+        pixels = method.tiles.encode(method.init(data, ipc * method.tiles.cells, seed))
+        if method.matching is None:
+            return Outcome(pixels.cpu(), [], 0.0)
+        return _Run(method, method.matching, data, net, pixels, seed, runtime, watch).finish()
+
+
+class _Step(nn.Module):
+    """The tensors of a run and one step over them."""
+
+    def __init__(
+        self,
+        method: Method,
+        matching: Matching,
+        data: Dataset,
+        net: FlatNet,
+        pixels: Tensor,
+        seed: int,
+        runtime: Runtime,
+    ):
+        super().__init__()
+        self.matching, self.data, self.net, self.seed, self.dtype = matching, data, net, seed, runtime.dtype
+        device, classes = data.train.device, data.classes
+        mean, std = torch.tensor(data.mean, device=device), torch.tensor(data.std, device=device)
+        self.synthetic = Synthetic(pixels, method.tiles, mean, std, matching.standardised)
+        self.objective = copy.deepcopy(matching.objective).to(device)  # the record itself is never changed
+        self.pool = matching.pool.start(net, seed)
+        self.player = matching.player.start(self.synthetic.latent)
+        decoded = pixels.shape[1] * method.tiles.cells
+        self.subset = min(matching.batch_syn_max, decoded)
+        self.decoded = decoded
+        self.lanes = torch.arange(classes, device=device)
+        # Draws of a block of steps, and the losses it leaves; ``slot`` says which step of the block is next.
+        self.slot = torch.zeros(1, dtype=torch.long, device=device)
+        self.real_index = torch.zeros(BLOCK, classes, matching.batch_real, dtype=torch.long, device=device)
+        self.syn_index = torch.zeros(BLOCK, classes, self.subset, dtype=torch.long, device=device)
+        self.uniforms = torch.zeros(BLOCK, classes, UNIFORMS, device=device)
+        self.losses = torch.zeros(BLOCK, classes, device=device)
+        loss = torch.compile(self.loss, dynamic=False) if runtime.compiles(matching.steps) else self.loss
+        self._loss: Callable[[Tensor, Tensor, Tensor], Tensor] = loss
+
+    @torch.no_grad()
+    def refill(self, step: int) -> None:
+        """Draw everything the block that ``step`` lies in needs, and point at ``step``."""
+        first = step - step % BLOCK
+        steps = torch.arange(first, first + BLOCK, device=self.lanes.device)
+        self.real_index.copy_(self.data.train.deck(self.seed, steps, self.matching.batch_real))
+        self.uniforms.copy_(rng.uniform(self.seed, rng.Purpose.AUGMENT, steps, self.lanes, UNIFORMS))
+        if self.subset < self.decoded:
+            order = rng.permutation(self.seed, rng.Purpose.SYNTHETIC, steps, self.lanes, self.decoded)
+            self.syn_index.copy_(order[..., : self.subset])
+        self.slot.fill_(step - first)
+
+    def loss(self, real_index: Tensor, syn_index: Tensor, uniforms: Tensor) -> Tensor:
+        """[C]: a pure function of the draws, the encoder's parameters and the latent pixels."""
+        matching, flat = self.matching, self.pool.parameters_flat
+        parameters = matching.augment.parameters(uniforms, self.data.shape[1:])
+        with torch.no_grad():
+            real = self.synthetic.normalise(self.data.train.take(real_index))
+            goal = matching.probe(self.net, flat, self._batch(matching.augment.apply(real, parameters)), self.dtype)
+        images = self.synthetic()
+        if self.subset < self.decoded:
+            images = images[self.lanes[:, None], syn_index]
+        seen = matching.probe(self.net, flat, self._batch(matching.augment.apply(images, parameters)), self.dtype)
+        value: Tensor = self.objective(goal, seen)
+        return value
+
+    def _batch(self, images: Tensor) -> Batch:
+        return Batch(images, self.lanes[:, None].expand(images.shape[:2]))
+
+    def advance(self) -> None:
+        """One step: loss, gradient, move, clamp. Nothing here waits for the host."""
+        draws = [pick(buffer, self.slot) for buffer in (self.real_index, self.syn_index, self.uniforms)]
+        loss = self._loss(*draws)
+        (gradient,) = torch.autograd.grad(loss.sum(), self.synthetic.latent)
+        self.player.step(gradient)
+        self.synthetic.project_()
+        self.losses.index_copy_(0, self.slot, loss.detach()[None])
+        self.slot.add_(1)
+
+
+class _Run:
+    """One condensation from its first or its checkpointed step to its last."""
+
+    def __init__(
+        self,
+        method: Method,
+        matching: Matching,
+        data: Dataset,
+        net: FlatNet,
+        pixels: Tensor,
+        seed: int,
+        runtime: Runtime,
+        watch: Watch,
+    ):
+        self.state = _Step(method, matching, data, net, pixels, seed, runtime)
+        self.advance = Repeated(self.state.advance, runtime)
+        self.matching, self.data, self.watch = matching, data, watch
+        self.step = 0
+        self.losses: list[float] = []
+        self.judged: list[tuple[int, float]] = []
+        self.best: tuple[Tensor, int, float] | None = None
+        self._earlier_seconds = 0.0
+        self._load()
+        self._start = self._last_save = self._last_report = time.perf_counter()
+        self._last_step = self.step
+
+    @property
+    def seconds(self) -> float:
+        return self._earlier_seconds + time.perf_counter() - self._start
+
+    def finish(self) -> Outcome:
+        self.state.refill(self.step)
+        self.state.pool.restore(self.step)
+        with _stop_politely() as stopping:
+            while self.step < self.matching.steps:
+                self._one_step()
+                if self._flush_due():
+                    self._flush()
+                if self.watch.judge_every and self.step % self.watch.judge_every == 0:
+                    self._judge()
+                if stopping.is_set():
+                    self._flush()
+                    self._save()
+                    raise Interrupted(self.step)
+                if self._save_due():
+                    self._flush()
+                    self._save()
+        self._flush()
+        return Outcome(self._pixels(), self.losses, self.seconds, self.best, self.judged)
+
+    def _one_step(self) -> None:
+        if self.step % BLOCK == 0:
+            self.state.refill(self.step)
+        if self.state.pool.due(self.step):
+            self.state.pool.draw(self.step)
+        self.advance()
+        self.step += 1
+
+    def _flush_due(self) -> bool:
+        late = time.perf_counter() - self._last_report > _REPORT_SECONDS
+        return self.step % BLOCK == 0 or late
+
+    def _flush(self) -> None:
+        """Fetch the losses of the steps since the last flush, check and report them."""
+        new = self.step - len(self.losses)
+        if new == 0:
+            return
+        first = len(self.losses) % BLOCK
+        block = self.state.losses[first : first + new].cpu()  # [new, C]; the only place that waits for the device
+        self._check(block)
+        self.losses += block.mean(1).tolist()
+        now = time.perf_counter()
+        if self.watch.report is not None:
+            rate = (self.step - self._last_step) / max(now - self._last_report, 1e-9)
+            self.watch.report(Progress(self.step, self.matching.steps, self.losses[-1], self.seconds, rate))
+        self._last_report, self._last_step = now, self.step
+
+    def _check(self, block: Tensor) -> None:
+        """Stop on NaN, infinity or divergence, naming the step and the class."""
+        names, first = self.data.class_names, len(self.losses)
+        broken = (~torch.isfinite(block)).nonzero()
+        if len(broken):
+            step, c = broken[0].tolist()
+            raise M3DError(
+                f"step {first + step}: the loss of class {names[c]!r} is {block[step, c].item()}; "
+                f"try a smaller --lr or --precision fp32"
+            )
+        start = sum(self.losses[:BLOCK]) / len(self.losses[:BLOCK]) if self.losses else math.inf
+        recent = block.mean().item()
+        if recent > self.matching.diverged_at * max(start, 1e-12):
+            worst = int(block.mean(0).argmax())
+            raise M3DError(
+                f"step {first + len(block)}: the loss rose from {start:.3g} to {recent:.3g}, most in class "
+                f"{names[worst]!r}; the run diverges, try a smaller --lr"
+            )
+
+    def _pixels(self) -> Tensor:
+        """A copy on the CPU: what is judged or returned must not change with the next step."""
+        return self.state.synthetic.pixels().detach().to("cpu", copy=True)
+
+    def _judge(self) -> None:
+        if self.watch.judge is None:
+            return
+        pixels = self._pixels()
+        accuracy = self.watch.judge(pixels, self.step)
+        self.judged.append((self.step, accuracy))
+        if self.best is None or accuracy > self.best[2]:
+            self.best = (pixels, self.step, accuracy)
+
+    def _save_due(self) -> bool:
+        return self.watch.folder is not None and time.perf_counter() - self._last_save > self.watch.checkpoint_seconds
+
+    def _save(self) -> None:
+        folder = self.watch.folder
+        if folder is None:
+            return
+        tensors = dict(self.state.state_dict())
+        tensors["history"] = torch.tensor(self.losses, dtype=torch.float64)
+        state: dict[str, Any] = {"step": self.step, "seconds": self.seconds, "judged": self.judged}
+        if self.best is not None:
+            tensors["best"] = self.best[0]
+            state["best"] = self.best[1:]
+        folder.save_checkpoint(tensors, state)
+        folder.write_history(self.losses)
+        self._last_save = time.perf_counter()
+
+    def _load(self) -> None:
+        found = self.watch.folder.load_checkpoint() if self.watch.folder is not None else None
+        if found is None:
+            return
+        tensors, state = found
+        self.losses = tensors.pop("history").tolist()
+        if "best" in tensors:
+            step, accuracy = state["best"]
+            self.best = (tensors.pop("best"), step, accuracy)
+        self.judged = [(int(s), float(a)) for s, a in state["judged"]]
+        self.step, self._earlier_seconds = int(state["step"]), float(state["seconds"])
+        self.state.load_state_dict(tensors)
+
+
+@contextmanager
+def _stop_politely() -> Iterator[threading.Event]:
+    """Turn the first Ctrl-C or SIGTERM into a request to stop after the current step; a second one is immediate."""
+    asked = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+    before = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+
+    def ask(number: int, frame: Any) -> None:
+        if asked.is_set():
+            raise KeyboardInterrupt
+        asked.set()
+
+    try:
+        for s in before:
+            signal.signal(s, ask)
+        yield asked
+    finally:
+        for s, handler in before.items():
+            signal.signal(s, handler)

@@ -1,0 +1,18 @@
+"""Errors that are the user's to mend: one sentence that names the value, the place and what is allowed."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class M3DError(ValueError):
+    """A problem the user can mend. The command line prints it in one line and exits with code 2."""
+
+
+def unknown(kind: str, name: str, allowed: Iterable[str]) -> M3DError:
+    """The error for a name that is not one of ``allowed``: suggests the nearest, then lists them all."""
+    names = sorted(allowed)
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return M3DError(f"unknown {kind} {name!r}.{hint} Allowed: {', '.join(names)}.")

@@ -1,0 +1,245 @@
+"""How good a set is: train fresh networks on it under a fixed protocol, and test them on real images.
+
+The headline is the accuracy after the last epoch. ``best`` is the best of a few epochs that the protocol names in
+advance; it is chosen on the test data and is reported only because published numbers often are.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+
+from m3d.augment import Augment
+from m3d.data.classes import ClassData, Dataset
+from m3d.errors import M3DError
+from m3d.nets import make_net
+from m3d.nets.flat import FlatNet
+from m3d.registry import Registry
+from m3d.runtime import Runtime
+from m3d.store import CondensedSet
+from m3d.train import Images, Recipe, Trainer
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """A fixed way to train and test: the recipe, and the epochs at which accuracy is measured (last: the headline)."""
+
+    name: str
+    recipe: Recipe
+    checks: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.checks or self.checks[-1] != self.recipe.epochs or list(self.checks) != sorted(set(self.checks)):
+            raise M3DError(f"protocol {self.name}: checks={self.checks} must rise and end at {self.recipe.epochs}")
+
+
+PROTOCOLS: Registry[Protocol] = Registry("protocol")
+
+
+def _quarters(epochs: int) -> tuple[int, ...]:
+    return tuple(sorted({max(1, epochs * k // 4) for k in (1, 2, 3, 4)}))
+
+
+@PROTOCOLS.register("paper")
+def paper(*, epochs: int = 1000, batch: int = 64) -> Protocol:
+    """The paper's (IDC's) recipe: SGD 0.01, ×0.2 at 2/3 and 5/6, per-image augmentation, CutMix with probability ½."""
+    recipe = Recipe(
+        epochs=epochs,
+        batch=batch,
+        lr=0.01,
+        milestones=(2 * epochs // 3, 5 * epochs // 6),
+        gamma=0.2,
+        augment=Augment(always=("flip", "color"), one_of=("crop", "scale", "rotate")),
+        cutmix=0.5,
+    )
+    return Protocol("paper", recipe, _quarters(epochs))
+
+
+@PROTOCOLS.register("dsa")
+def dsa(*, epochs: int = 1000, batch: int = 256) -> Protocol:
+    """The DC family's recipe: SGD 0.01, ×0.1 at half time with a new optimiser, one augmentation per batch."""
+    recipe = Recipe(
+        epochs=epochs,
+        batch=batch,
+        lr=0.01,
+        milestones=(epochs // 2 + 1,),
+        gamma=0.1,
+        fresh_momentum=True,
+        augment=Augment(one_of=("color", "crop", "cutout", "flip", "scale", "rotate")),
+    )
+    return Protocol("dsa", recipe, _quarters(epochs))
+
+
+@PROTOCOLS.register("quick")
+def quick(*, epochs: int = 200, batch: int = 64) -> Protocol:
+    """The paper's recipe in fewer epochs at a larger rate: for demonstrations and searches, not for reports."""
+    full = paper(epochs=epochs, batch=batch)
+    return replace(full, name="quick", recipe=replace(full.recipe, lr=0.02))
+
+
+@PROTOCOLS.register("whole")
+def whole(*, epochs: int = 100, batch: int = 128) -> Protocol:
+    """For training on a whole dataset: SGD 0.02, ×0.2 at 1/2 and 3/4, per-image augmentation."""
+    recipe = Recipe(
+        epochs=epochs,
+        batch=batch,
+        lr=0.02,
+        milestones=(epochs // 2, 3 * epochs // 4),
+        gamma=0.2,
+        augment=Augment(always=("flip",), one_of=("crop", "scale", "rotate", "color")),
+    )
+    return Protocol("whole", recipe, _quarters(epochs))
+
+
+def make_protocol(name: str, **options: object) -> Protocol:
+    """The protocol called ``name``; options are ``epochs`` and ``batch``."""
+    entry = PROTOCOLS.get(name)
+    return entry.build(**entry.resolve({k: v for k, v in options.items() if v is not None}))
+
+
+@dataclass(frozen=True)
+class Result:
+    """Accuracies (percent) of the trained networks, and everything needed to obtain them again."""
+
+    last: list[float]  # one per network: the headline
+    best: list[float]  # one per network: best of the protocol's checks
+    checks: dict[int, float]  # mean accuracy at each checked epoch
+    seconds: float
+    record: dict[str, Any]
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.last)
+
+    @property
+    def sd(self) -> float:
+        """Sample standard deviation over networks; 0 for a single one."""
+        return statistics.stdev(self.last) if len(self.last) > 1 else 0.0
+
+    def as_record(self) -> dict[str, Any]:
+        best_sd = statistics.stdev(self.best) if len(self.best) > 1 else 0.0
+        return {
+            "accuracy": round(self.mean, 3),
+            "sd": round(self.sd, 3),
+            "n": len(self.last),
+            "best_of_checks": round(statistics.fmean(self.best), 3),
+            "best_sd": round(best_sd, 3),
+            "last": [round(v, 3) for v in self.last],
+            "checks": {str(k): round(v, 3) for k, v in self.checks.items()},
+            "seconds": round(self.seconds, 2),
+            **self.record,
+        }
+
+    def __str__(self) -> str:
+        return f"{self.mean:.2f} ± {self.sd:.2f} % (last epoch, n={len(self.last)})"
+
+
+def evaluate(
+    condensed: CondensedSet,
+    data: Dataset,
+    *,
+    net: str = "convnet3",
+    protocol: Protocol | str = "paper",
+    repeats: int = 10,
+    seed: int = 0,
+    split: str = "test",
+    runtime: Runtime | None = None,
+    report: Callable[[int, int], None] | None = None,
+) -> Result:
+    """Train ``repeats`` fresh networks on the condensed set and measure them on ``data``'s test (or val) split."""
+    pixels, labels = condensed.decoded()
+    if condensed.images.shape[1:] != data.shape or condensed.class_names != list(data.class_names):
+        raise M3DError(
+            f"the set holds {len(condensed.class_names)} classes of {list(condensed.images.shape[1:])} images, "
+            f"{data.name} has {data.classes} classes of {list(data.shape)}; they must be the same"
+        )
+    source = {
+        "method": condensed.manifest["method"],
+        "ipc": condensed.manifest["ipc"],
+        "factor": condensed.manifest["factor"],
+        "set": condensed.fingerprint,
+        "steps": condensed.manifest.get("steps"),
+    }
+    return _train_and_test(pixels, labels, data, source, net, protocol, repeats, seed, split, runtime, report)
+
+
+def evaluate_whole(
+    data: Dataset,
+    *,
+    net: str = "convnet3",
+    protocol: Protocol | str = "whole",
+    repeats: int = 5,
+    seed: int = 0,
+    split: str = "test",
+    runtime: Runtime | None = None,
+    report: Callable[[int, int], None] | None = None,
+) -> Result:
+    """Train on the whole training data: the upper bound a condensed set is measured against."""
+    source = {"method": "whole", "ipc": None}
+    pixels, labels = data.train.images, data.train.labels()
+    return _train_and_test(pixels, labels, data, source, net, protocol, repeats, seed, split, runtime, report)
+
+
+def _train_and_test(
+    pixels: torch.Tensor,
+    labels: torch.Tensor,
+    data: Dataset,
+    source: dict[str, Any],
+    net: str,
+    protocol: Protocol | str,
+    repeats: int,
+    seed: int,
+    split: str,
+    runtime: Runtime | None,
+    report: Callable[[int, int], None] | None,
+) -> Result:
+    runtime = runtime or Runtime.choose()
+    protocol = make_protocol(protocol) if isinstance(protocol, str) else protocol
+    if repeats < 1:
+        raise M3DError(f"repeats={repeats} is not valid; allowed: 1 and more")
+    recipe = (
+        protocol.recipe if data.mirror else replace(protocol.recipe, augment=protocol.recipe.augment.without("flip"))
+    )
+    device, began = runtime.device, time.perf_counter()
+    flat_net = FlatNet(make_net(net, data.shape, data.classes), device)
+    test = _images(_split_of(data, split), data, device)
+    train = Images(pixels.to(device), labels.to(device), data.mean, data.std)
+    with runtime.active():
+        trainer = Trainer(flat_net, train, recipe, repeats, seed, runtime)
+        measured = {}
+        for epoch in protocol.checks:
+            trainer.run(epoch)
+            measured[epoch] = trainer.accuracy(test).cpu()  # [R]
+            if report is not None:
+                report(epoch, recipe.epochs)
+    values = torch.stack(list(measured.values()))
+    record = {
+        **source,
+        "data": {"name": data.name, "fingerprint": data.train.fingerprint, "split": split},
+        "net": net,
+        "protocol": {"name": protocol.name, **asdict(recipe), "augment": str(recipe.augment)},
+        "seed": seed,
+        "when": datetime.now(UTC).isoformat(timespec="seconds"),
+        "peak_memory": runtime.peak_memory(),
+        **runtime.describe(),
+    }
+    means = {epoch: float(v.mean()) for epoch, v in measured.items()}
+    return Result(values[-1].tolist(), values.max(0).values.tolist(), means, time.perf_counter() - began, record)
+
+
+def _split_of(data: Dataset, split: str) -> ClassData:
+    if split == "test":
+        return data.test
+    if split == "val" and data.val is not None:
+        return data.val
+    raise M3DError(f"split {split!r} is not there; allowed: test, and val where a val_fraction was held out")
+
+
+def _images(part: ClassData, data: Dataset, device: torch.device) -> Images:
+    return Images(part.images.to(device), part.labels().to(device), data.mean, data.std)

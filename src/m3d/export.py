@@ -1,0 +1,96 @@
+"""A condensed set in the formats other tools read."""
+
+from __future__ import annotations
+
+import io
+import re
+import shutil
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from m3d.errors import M3DError, unknown
+from m3d.files import write_bytes, write_json
+from m3d.store import CondensedSet
+
+FORMATS = ("imagefolder", "npz", "pt")
+
+
+def export(condensed: CondensedSet, target: str, path: str | Path) -> Path:
+    """Write the decoded images (what a network trains on) as ``imagefolder``, ``npz`` or ``pt``; returns the path."""
+    if target not in FORMATS:
+        raise unknown("export format", target, FORMATS)
+    destination = Path(path)
+    if destination.exists():
+        raise M3DError(f"{str(destination)!r} exists; choose another --out")
+    images, labels = condensed.decoded()
+    if target == "imagefolder":
+        _image_folder(condensed, images, labels, destination)
+    elif target == "npz":
+        _npz(condensed, images, labels, destination)
+    else:
+        _pt(condensed, images, labels, destination)
+    return destination
+
+
+def _image_folder(condensed: CondensedSet, images: Tensor, labels: Tensor, destination: Path) -> None:
+    """``class/0000.png``, 8 bits a channel, and the manifest beside them; the folder appears whole or not at all."""
+    names = _folder_names(condensed.class_names)
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    workplace = Path(tempfile.mkdtemp(dir=destination.parent, prefix=f".{destination.name}."))
+    try:
+        counts = dict.fromkeys(names, 0)
+        pixels = (images * 255).round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
+        for picture, label in zip(pixels, labels.tolist(), strict=True):
+            name = names[label]
+            (workplace / name).mkdir(exist_ok=True)
+            Image.fromarray(picture[..., 0] if picture.shape[-1] == 1 else picture).save(
+                workplace / name / f"{counts[name]:04d}.png"
+            )
+            counts[name] += 1
+        write_json(workplace / "manifest.json", dict(condensed.manifest))
+        workplace.chmod(0o755)
+        workplace.rename(destination)
+    except OSError as error:
+        raise M3DError(f"cannot write {str(destination)!r}: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(workplace, ignore_errors=True)
+
+
+def _folder_names(class_names: list[str]) -> list[str]:
+    """Class names as safe, distinct folder names."""
+    safe = [re.sub(r"[^\w.\- ]", "_", name).strip(". ") or "class" for name in class_names]
+    return [n if safe.count(n) == 1 else f"{n}_{i}" for i, n in enumerate(safe)]
+
+
+def _npz(condensed: CondensedSet, images: Tensor, labels: Tensor, destination: Path) -> None:
+    buffer = io.BytesIO()
+    np.savez_compressed(
+        buffer,
+        images=images.numpy(),  # [N, ch, h, w] float32 in [0, 1]
+        labels=labels.numpy(),
+        class_names=np.array(condensed.class_names),
+        mean=np.array(condensed.manifest["mean"], np.float32),
+        std=np.array(condensed.manifest["std"], np.float32),
+    )
+    write_bytes(destination, buffer.getvalue())
+
+
+def _pt(condensed: CondensedSet, images: Tensor, labels: Tensor, destination: Path) -> None:
+    """Tensors, lists and strings only: ``torch.load(path, weights_only=True)`` reads it."""
+    buffer = io.BytesIO()
+    torch.save(
+        {
+            "images": images.clone(),
+            "labels": labels.clone(),
+            "class_names": condensed.class_names,
+            "mean": list(condensed.manifest["mean"]),
+            "std": list(condensed.manifest["std"]),
+        },
+        buffer,
+    )
+    write_bytes(destination, buffer.getvalue())

@@ -1,0 +1,28 @@
+"""Methods by name, one file each. A file dropped into this package is found, listed and tested without another edit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from m3d.engine import Method
+from m3d.registry import Registry
+
+METHODS: Registry[Method] = Registry("method", package="m3d.methods")
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is condensed: all that a method's defaults may depend on."""
+
+    data: str  # the dataset's name
+    shape: tuple[int, int, int]  # ch, h, w
+    classes: int
+    ipc: int
+    mirror: bool = True  # whether a mirrored image still shows its class
+
+
+def make_method(name: str, task: Task, options: dict[str, object]) -> tuple[Method, dict[str, object]]:
+    """(record, every option with its value) of the method called ``name``."""
+    entry = METHODS.get(name)
+    resolved = entry.resolve(options)
+    return entry.build(task, **resolved), resolved

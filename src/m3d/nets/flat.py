@@ -1,0 +1,73 @@
+"""One flat buffer for all parameters of a network: refilled in place, stacked for many, moved as one vector."""
+
+from __future__ import annotations
+
+import math
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from m3d import rng
+from m3d.errors import M3DError
+from m3d.types import Seen
+
+
+class FlatNet:
+    """A network as a pure function of a flat parameter vector.
+
+    PyTorch's default initialisation is θ = base + spread · U(−1, 1) with one ``base`` and one ``spread`` per parameter,
+    so a fresh random network is a single elementwise expression over the whole buffer, on the device, with no module
+    built.
+    """
+
+    def __init__(self, net: nn.Module, device: torch.device | str = "cpu"):
+        if any(True for _ in net.buffers()):
+            raise M3DError(f"{type(net).__name__} has buffers (running statistics); only parameters can be kept flat")
+        self.net = net.to("meta")  # the module is only a recipe: its own storage is never used
+        self.names = [name for name, _ in net.named_parameters()]
+        self.shapes = [p.shape for _, p in net.named_parameters()]
+        self.sizes = [s.numel() for s in self.shapes]
+        base, spread = _initial_law(net)
+        self.base, self.spread = base.to(device), spread.to(device)  # [P] each
+
+    @property
+    def size(self) -> int:
+        """P, the number of parameters."""
+        return sum(self.sizes)
+
+    def fresh(self, seed: int, step: int, lanes: Tensor) -> Tensor:
+        """[R, P]: randomly initialised parameters, one row for each of ``lanes`` [R]."""
+        steps = torch.tensor([step], device=self.base.device)
+        u = rng.uniform(seed, rng.Purpose.NETWORK, steps, lanes, self.size)[0]
+        return self.base + self.spread * (2 * u - 1)
+
+    def unflatten(self, flat: Tensor) -> dict[str, Tensor]:
+        """Named views of ``flat`` [P]; gradients flow back into it through one split."""
+        parts = flat.split(self.sizes)
+        return {n: part.view(s) for n, part, s in zip(self.names, parts, self.shapes, strict=True)}
+
+    def __call__(self, flat: Tensor, images: Tensor, dtype: torch.dtype = torch.float32) -> Seen:
+        """What the network with parameters ``flat`` [P] sees in ``images`` [n, ch, h, w], computed in ``dtype``."""
+        parameters = self.unflatten(flat.to(dtype))
+        return cast(Seen, functional_call(self.net, parameters, (images.to(dtype),)))
+
+
+def _initial_law(net: nn.Module) -> tuple[Tensor, Tensor]:
+    """(base, spread), each [P], in the order of ``net.named_parameters()``."""
+    law: dict[int, tuple[float, float]] = {}  # by identity of the parameter
+    for module in net.modules():
+        own = dict(module.named_parameters(recurse=False))
+        if isinstance(module, nn.Conv2d | nn.Linear):
+            fan_in = own["weight"][0].numel()
+            for p in own.values():
+                law[id(p)] = (0.0, 1 / math.sqrt(fan_in))
+        elif {"weight", "bias"} == set(own) and own["weight"].ndim == 1:  # a normalisation's affine part
+            law[id(own["weight"])], law[id(own["bias"])] = (1.0, 0.0), (0.0, 0.0)
+        elif own:
+            raise M3DError(f"no initialisation is known for the parameters of {type(module).__name__}")
+    values = [(p.numel(), *law[id(p)]) for p in net.parameters()]
+    base = torch.cat([torch.full((n,), b) for n, b, _ in values])
+    spread = torch.cat([torch.full((n,), s) for n, _, s in values])
+    return base, spread

@@ -1,0 +1,5 @@
+"""How two readings are compared: one value per class."""
+
+from m3d.objectives.features import MMD, Objective
+
+__all__ = ["MMD", "Objective"]

@@ -1,0 +1,69 @@
+"""Objectives on what a network sees: the paper's maximum mean discrepancy."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from m3d.errors import M3DError
+from m3d.kernels import Kernel
+from m3d.types import Seen
+
+
+class Objective(nn.Module):
+    """A comparison of real and synthetic readings, [C]. Objectives add and take weights: ``a + 0.1 * b``."""
+
+    def forward(self, goal: Seen, seen: Seen) -> Tensor:
+        """[C]: how far the synthetic reading ``seen`` is from the real one ``goal``, class by class."""
+        raise NotImplementedError(f"{type(self).__name__} must define forward(goal, seen)")
+
+    def __add__(self, other: object) -> Objective:
+        if not isinstance(other, Objective):
+            raise M3DError(f"objective + {other!r}: only another objective can be added")
+        return Weighted([(1.0, self), (1.0, other)])
+
+    def __mul__(self, weight: object) -> Objective:
+        if not isinstance(weight, int | float):
+            raise M3DError(f"objective * {weight!r}: only a number can be a weight")
+        return Weighted([(float(weight), self)])
+
+    __rmul__ = __mul__
+
+
+class Weighted(Objective):
+    """Σ weight · objective."""
+
+    def __init__(self, terms: list[tuple[float, Objective]]):
+        super().__init__()
+        self.weights = [weight for weight, _ in terms]
+        self.terms = nn.ModuleList(term for _, term in terms)
+
+    def forward(self, goal: Seen, seen: Seen) -> Tensor:
+        values = [w * term(goal, seen) for w, term in zip(self.weights, self.terms, strict=True)]
+        return torch.stack(values).sum(0)
+
+
+class MMD(Objective):
+    """L_M3D = K̂_TT + K̂_SS − 2·K̂_TS, the biased estimate of MMD² for every class at once (Eq. 9).
+
+    The means include the diagonal, so one synthetic image per class is enough. One bandwidth per class, taken from the
+    stack of both sides and detached, serves all three terms. K̂_TT has no gradient and is kept so that the value is the
+    paper's: zero when both sides agree.
+    """
+
+    def __init__(self, kernel: Kernel):
+        super().__init__()
+        self.kernel = kernel
+
+    def forward(self, goal: Seen, seen: Seen) -> Tensor:
+        return mmd2(self.kernel, goal.features.float(), seen.features.float())
+
+
+def mmd2(kernel: Kernel, real: Tensor, synthetic: Tensor) -> Tensor:
+    """[...]: biased MMD² of ``real`` [..., m, d] and ``synthetic`` [..., n, d]."""
+    scale = kernel.scale(synthetic, real)
+    return (
+        kernel.mean(real, real, scale)
+        + kernel.mean(synthetic, synthetic, scale)
+        - 2 * kernel.mean(synthetic, real, scale)
+    )

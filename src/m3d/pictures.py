@@ -1,0 +1,90 @@
+"""Pictures a person looks at: a labelled grid of condensed images, and the loss over steps."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from m3d.errors import M3DError
+from m3d.files import write_bytes
+from m3d.store import CondensedSet, RunFolder
+
+FORMATS = ("png", "svg", "pdf")
+
+
+def picture_format(path: Path) -> str:
+    """The format a picture's name asks for, checked before any work."""
+    kind = path.suffix.lower().lstrip(".")
+    if kind not in FORMATS:
+        raise M3DError(f"{str(path)!r}: allowed endings are {', '.join('.' + f for f in FORMATS)}")
+    return kind
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format=picture_format(path), dpi=160, bbox_inches="tight")
+    write_bytes(path, buffer.getvalue())
+
+
+def grid(condensed: CondensedSet, decoded: bool = False, most: int = 10, classes: int = 20) -> Figure:
+    """Rows are classes, columns images: as stored, or as a network sees them (``decoded``)."""
+    images = condensed.decoded()[0] if decoded else condensed.images
+    names = condensed.class_names
+    per_class = len(images) // len(names)
+    rows, columns = min(len(names), classes), min(per_class, most)
+    shown = images.unflatten(0, (len(names), per_class))[:rows, :columns]
+    title = (
+        f"{condensed.manifest['data'].get('name', '')} condensed by {condensed.manifest['method']}: "
+        f"{condensed.manifest['ipc']} per class"
+    )
+    hidden = [f"{rows} of {len(names)} classes"] * (rows < len(names)) + [f"{columns} of {per_class} images"] * (
+        columns < per_class
+    )
+    return mosaic_figure(shown, names[:rows], title + (f" ({', '.join(hidden)} shown)" if hidden else ""))
+
+
+def mosaic_figure(images: Tensor, names: Sequence[str], title: str) -> Figure:
+    """A figure of ``images`` [rows, columns, ch, h, w] in [0, 1] with a name beside each row."""
+    rows, columns, ch, h, w = images.shape
+    gap = max(1, h // 16)
+    canvas = np.ones((rows * (h + gap) - gap, columns * (w + gap) - gap, 3), dtype=np.float32)
+    pixels = images.expand(rows, columns, 3, h, w) if ch == 1 else images[:, :, :3]
+    for r in range(rows):
+        for c in range(columns):
+            top, left = r * (h + gap), c * (w + gap)
+            canvas[top : top + h, left : left + w] = pixels[r, c].permute(1, 2, 0).numpy()
+    cell = 0.55  # inches
+    figure = Figure(figsize=(max(columns * cell, 2.5) + 1.2, rows * cell + 0.5))
+    axes = figure.add_subplot()
+    axes.imshow(canvas, interpolation="nearest", vmin=0, vmax=1)
+    axes.set_yticks([r * (h + gap) + h / 2 - 0.5 for r in range(rows)], names, fontsize=9)
+    axes.set_xticks([])
+    axes.tick_params(length=0)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    axes.set_title(title, fontsize=9, loc="left")
+    return figure
+
+
+def loss_curve(folder: RunFolder) -> Figure:
+    """The loss of every step, and its running mean."""
+    file = folder / RunFolder.HISTORY
+    if not file.exists():
+        raise M3DError(f"{str(folder.path)!r} has no history; only runs with steps have one")
+    table = np.loadtxt(file, delimiter=",", skiprows=1, ndmin=2)
+    figure = Figure(figsize=(5.5, 3.2))
+    axes = figure.add_subplot()
+    axes.plot(table[:, 0], table[:, 1], color="#9ecae1", linewidth=0.6, label="each step")
+    window = max(1, len(table) // 50)
+    smooth = np.convolve(table[:, 1], np.ones(window) / window, mode="valid")
+    axes.plot(table[window - 1 :, 0], smooth, color="#08519c", linewidth=1.4, label=f"mean of {window} steps")
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss, mean over classes")
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure

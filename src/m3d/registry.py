@@ -1,0 +1,185 @@
+"""Named things a user can ask for by string: methods, kernels, networks, protocols, datasets.
+
+A registry refuses duplicates, suggests the nearest name for a wrong one, and checks options against the builder's own
+signature: keyword-only parameters with typed defaults *are* the schema of the configuration and of the command line.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import pkgutil
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from m3d.errors import M3DError, unknown
+
+T = TypeVar("T")
+B = TypeVar("B", bound=Callable[..., Any])
+
+
+def canonical(name: str) -> str:
+    """Lower case, with underscores and hyphens the same."""
+    return name.strip().lower().replace("_", "-")
+
+
+@dataclass(frozen=True)
+class Option:
+    """One keyword-only parameter of a builder."""
+
+    name: str
+    annotation: Any
+    default: Any
+
+    @property
+    def kind(self) -> str:
+        """The type as a user would write it: ``int``, ``float or auto``, ``one of a, b``."""
+        return _describe(self.annotation)
+
+
+@dataclass(frozen=True)
+class Entry(Generic[T]):
+    """A registered builder and what is said of it in listings."""
+
+    name: str
+    build: Callable[..., T]
+    about: Mapping[str, str]
+
+    @property
+    def summary(self) -> str:
+        return (inspect.getdoc(self.build) or "").partition("\n")[0]
+
+    def options(self) -> dict[str, Option]:
+        hints = typing.get_type_hints(self.build)
+        return {
+            p.name: Option(p.name, hints.get(p.name, Any), p.default)
+            for p in inspect.signature(self.build).parameters.values()
+            if p.kind is inspect.Parameter.KEYWORD_ONLY
+        }
+
+    def resolve(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Every option with its value: the given ones checked and converted, the rest at their defaults."""
+        known = self.options()
+        for name in given:
+            if name not in known:
+                raise unknown(f"option of {self.name}", name, known)
+        return {
+            name: convert(given[name], option, self.name) if name in given else option.default
+            for name, option in known.items()
+        }
+
+
+class Registry(Generic[T]):
+    """Names to builders of one kind of thing."""
+
+    def __init__(self, kind: str, package: str | None = None):
+        self.kind = kind
+        self._package = package  # modules below this package register themselves when imported
+        self._entries: dict[str, Entry[T]] = {}
+
+    def register(self, name: str, **about: str) -> Callable[[B], B]:
+        def add(build: B) -> B:
+            key = canonical(name)
+            if key in self._entries:
+                raise M3DError(f"{self.kind} {key!r} is registered twice; choose another name")
+            self._entries[key] = Entry(key, build, dict(about))
+            return build
+
+        return add
+
+    def get(self, name: str) -> Entry[T]:
+        self._discover()
+        key = canonical(name)
+        if key not in self._entries:
+            raise unknown(self.kind, name, self._entries)
+        return self._entries[key]
+
+    def names(self) -> list[str]:
+        self._discover()
+        return sorted(self._entries)
+
+    def __iter__(self) -> Iterator[Entry[T]]:
+        return iter([self._entries[name] for name in self.names()])
+
+    def _discover(self) -> None:
+        package, self._package = self._package, None
+        if package is None:
+            return
+        module = importlib.import_module(package)
+        for info in pkgutil.iter_modules(module.__path__):
+            importlib.import_module(f"{package}.{info.name}")
+
+
+def parse_spec(text: str) -> tuple[str, dict[str, str]]:
+    """Split ``name:key=value,key=value`` into the name and its options."""
+    name, _, rest = text.partition(":")
+    options: dict[str, str] = {}
+    for part in filter(None, rest.split(",")):
+        key, equals, value = part.partition("=")
+        if not equals:
+            raise M3DError(f"{text!r}: expected name:key=value,key=value after the colon, got {part!r}")
+        options[key.strip()] = value.strip()
+    return name, options
+
+
+def convert(value: Any, option: Option, owner: str) -> Any:
+    """``value`` as the option's type; a string is parsed, anything else only checked."""
+    for candidate in _alternatives(option.annotation):
+        ok, converted = _as(value, candidate)
+        if ok:
+            return converted
+    raise M3DError(f"{owner}: option {option.name}={value!r} is not valid; allowed: {option.kind}")
+
+
+def _alternatives(annotation: Any) -> tuple[Any, ...]:
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return typing.get_args(annotation)
+    return (annotation,)
+
+
+def _as(value: Any, kind: Any) -> tuple[bool, Any]:
+    if typing.get_origin(kind) is typing.Literal:
+        return value in typing.get_args(kind), value
+    if kind is type(None):
+        return value is None or value == "auto", None
+    if kind is bool:
+        named = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+        return (
+            (True, value) if isinstance(value, bool) else (str(value).lower() in named, named.get(str(value).lower()))
+        )
+    if kind in (int, float):
+        if isinstance(value, bool):
+            return False, None
+        try:
+            converted = kind(value)
+        except (TypeError, ValueError):
+            return False, None
+        exact = isinstance(value, str) or converted == value
+        return exact and converted == converted, converted  # NaN is never a valid option
+    return isinstance(value, kind) if isinstance(kind, type) else kind is Any, value
+
+
+def _describe(annotation: Any) -> str:
+    names = []
+    for kind in _alternatives(annotation):
+        if typing.get_origin(kind) is typing.Literal:
+            names.append("one of " + ", ".join(map(str, typing.get_args(kind))))
+        else:
+            names.append("auto" if kind is type(None) else getattr(kind, "__name__", str(kind)))
+    return " or ".join(names)
+
+
+def load_plugin(path: str | Path) -> None:
+    """Run a user's own Python file, which registers methods, kernels or networks when imported."""
+    file = Path(path)
+    if not file.is_file():
+        raise M3DError(f"plugin {str(file)!r} is not a file")
+    spec = importlib.util.spec_from_file_location(f"m3d_plugin_{file.stem}", file)
+    if spec is None or spec.loader is None:
+        raise M3DError(f"plugin {str(file)!r} is not a Python file; allowed: a .py file")
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))

@@ -1,0 +1,160 @@
+"""On which device and with which arithmetic a run computes, and how its step is executed."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from m3d.errors import M3DError, unknown
+from m3d.version import __version__
+
+DEVICES = ("auto", "cpu", "cuda")
+PRECISIONS = ("auto", "bf16", "tf32", "fp32")
+STEP_MODES = ("auto", "eager", "compile")
+_COMPILE_FROM = 2000  # steps; below, compiling takes longer than it saves (CUDA only)
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """Device, precision and determinism. Norms, kernels and losses are float32 whatever the precision."""
+
+    device: torch.device
+    precision: str  # bf16, tf32 or fp32: what convolutions and matrix products of networks use
+    deterministic: bool = False
+    step_mode: str = "auto"
+
+    @classmethod
+    def choose(
+        cls, device: str = "auto", precision: str = "auto", deterministic: bool = False, step_mode: str = "auto"
+    ) -> Runtime:
+        """Check the names and settle ``auto``: the GPU where there is one, bf16 there and fp32 on the CPU."""
+        for kind, name, allowed in (
+            ("device", device.split(":")[0], DEVICES),
+            ("precision", precision, PRECISIONS),
+            ("step mode", step_mode, STEP_MODES),
+        ):
+            if name not in allowed:
+                raise unknown(kind, name, allowed)
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        if device.startswith("cuda") and not torch.cuda.is_available():
+            raise M3DError("device 'cuda': PyTorch sees no CUDA device here; allowed: auto, cpu")
+        if precision == "auto":
+            precision = "bf16" if device.startswith("cuda") else "fp32"
+        if precision == "tf32" and device == "cpu":
+            raise M3DError("precision 'tf32' exists on CUDA only; allowed on the CPU: bf16, fp32")
+        return cls(torch.device(device), precision, deterministic, step_mode)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.precision == "bf16" else torch.float32
+
+    def compiles(self, steps: int) -> bool:
+        """Whether a step repeated ``steps`` times is worth compiling."""
+        if self.step_mode == "auto":
+            return self.device.type == "cuda" and steps >= _COMPILE_FROM
+        return self.step_mode == "compile"
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Set PyTorch's global switches for this runtime, and put them back afterwards."""
+        cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+        before = (cudnn.allow_tf32, matmul.allow_tf32, cudnn.deterministic, cudnn.benchmark)
+        strict = torch.are_deterministic_algorithms_enabled()
+        if self.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
+        try:
+            cudnn.allow_tf32 = self.precision != "fp32"
+            matmul.allow_tf32 = False  # the Gram matrix loses too much to TF32
+            cudnn.deterministic, cudnn.benchmark = self.deterministic, not self.deterministic
+            torch.use_deterministic_algorithms(self.deterministic)
+            yield
+        finally:
+            cudnn.allow_tf32, matmul.allow_tf32, cudnn.deterministic, cudnn.benchmark = before
+            torch.use_deterministic_algorithms(strict)
+
+    def peak_memory(self) -> int:
+        """Bytes of device memory in use at most so far; 0 on the CPU."""
+        return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0
+
+    def describe(self) -> dict[str, Any]:
+        """What a result record says of the machine."""
+        gpu = self.device.type == "cuda"
+        return {
+            "device": torch.cuda.get_device_name(self.device) if gpu else f"cpu, {torch.get_num_threads()} threads",
+            "precision": self.precision,
+            "deterministic": self.deterministic,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "m3d": __version__,
+            "commit": commit(),
+            "command": " ".join(["m3d", *sys.argv[1:]]) if sys.argv else "",
+        }
+
+
+def commit() -> str | None:
+    """The source's git commit: ``M3D_COMMIT`` if set, else asked of git, with ``-dirty`` for a changed tree."""
+    if given := os.environ.get("M3D_COMMIT"):
+        return given
+    here = Path(__file__).resolve().parent
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        if Path(git("rev-parse", "--show-toplevel")) / "src" / "m3d" != here:
+            return None  # installed into some other project's tree
+        return git("rev-parse", "HEAD") + ("-dirty" if git("status", "--porcelain", "--", str(here)) else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+class Repeated:
+    """A function without arguments or result, called many times: on CUDA recorded once as a graph and then replayed.
+
+    The first calls run as they are (libraries choose their algorithms, compilers compile); they are real calls, not
+    rehearsals. The function must read and write tensors at fixed addresses and never wait for the host.
+    """
+
+    def __init__(self, function: Callable[[], None], runtime: Runtime, warmup: int = 3):
+        self._function = function
+        self._left = warmup
+        self._captures = runtime.device.type == "cuda"
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def __call__(self) -> None:
+        if self._graph is not None:
+            self._graph.replay()
+        elif not self._captures:
+            self._function()
+        elif self._left > 0:
+            self._left -= 1
+            self._on_side_stream()
+        else:
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph):
+                self._function()
+            self._graph.replay()
+
+    def _on_side_stream(self) -> None:
+        """Capturing needs a warmed-up side stream: what a library sets up on first use may not be recorded."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self._function()
+        torch.cuda.current_stream().wait_stream(stream)
+
+
+def pick(buffer: Tensor, slot: Tensor) -> Tensor:
+    """``buffer[slot]`` for a one-element index tensor: which row is read may change without the host knowing."""
+    return buffer.index_select(0, slot)[0]

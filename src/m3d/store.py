@@ -1,0 +1,242 @@
+"""The condensed set and the run folder: safetensors with a JSON manifest, checked when read, never unpickled."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save as to_safetensors
+from torch import Tensor
+from torch.utils.data import Dataset as TorchDataset
+
+from m3d.errors import M3DError
+from m3d.files import append_line, read_json, write_bytes, write_json
+from m3d.synth import Tiles
+
+FORMAT = 1
+_NEEDED: dict[str, type | tuple[type, ...]] = {
+    "format": int,
+    "method": str,
+    "options": dict,
+    "ipc": int,
+    "factor": int,
+    "mean": list,
+    "std": list,
+    "class_names": list,
+    "data": dict,
+    "sha256": dict,
+}
+
+
+@dataclass(frozen=True)
+class CondensedSet:
+    """A condensed dataset: stored pixels, their labels, and a manifest that says how they were made."""
+
+    images: Tensor  # [C·ipc, ch, h, w] float32 in [0, 1], as stored (not decoded)
+    labels: Tensor  # [C·ipc] int64
+    manifest: Mapping[str, Any]
+
+    @property
+    def tiles(self) -> Tiles:
+        return Tiles(int(self.manifest["factor"]))
+
+    @property
+    def class_names(self) -> list[str]:
+        return list(self.manifest["class_names"])
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 of the stored pixels."""
+        return str(_sha256(self.images))
+
+    def decoded(self, normalise: bool = False) -> tuple[Tensor, Tensor]:
+        """Full-size images [N, ch, h, w] and labels [N], N = C·ipc·factor²: what a network trains on."""
+        images = self.tiles.decode(self.images)
+        if normalise:
+            mean, std = (torch.tensor(self.manifest[k])[:, None, None] for k in ("mean", "std"))
+            images = (images - mean) / std
+        return images, self.labels.repeat_interleave(self.tiles.cells)
+
+    def save(self, path: str | Path) -> None:
+        tensors = {"images": self.images.contiguous(), "labels": self.labels.contiguous()}
+        manifest = {**self.manifest, "format": FORMAT, "sha256": {k: _sha256(v) for k, v in tensors.items()}}
+        write_bytes(Path(path), to_safetensors(tensors, {"m3d": json.dumps(manifest)}))
+
+    @classmethod
+    def load(cls, path: str | Path) -> CondensedSet:
+        """Read a set from its file or its run folder, and check that it is whole and untampered."""
+        file = Path(path)
+        if file.is_dir():
+            file = file / RunFolder.CONDENSED
+        tensors, metadata = read_tensors(file)
+        manifest = _manifest(metadata, file)
+        for name in ("images", "labels"):
+            if name not in tensors:
+                raise M3DError(f"{str(file)!r} has no tensor {name!r}; found: {', '.join(sorted(tensors)) or 'none'}")
+            if _sha256(tensors[name]) != manifest["sha256"].get(name):
+                raise M3DError(f"{str(file)!r}: the tensor {name!r} does not match its checksum; the file was changed")
+        condensed = cls(tensors["images"], tensors["labels"], manifest)
+        condensed._check(file)
+        return condensed
+
+    def _check(self, file: Path) -> None:
+        classes, n = len(self.class_names), len(self.class_names) * int(self.manifest["ipc"])
+        if self.images.dtype != torch.float32 or self.images.ndim != 4 or len(self.images) != n:
+            raise M3DError(
+                f"{str(file)!r}: images are {self.images.dtype} {list(self.images.shape)}; "
+                f"expected float32 [{n}, channels, height, width]"
+            )
+        channels = self.images.shape[1]
+        if {len(self.manifest["mean"]), len(self.manifest["std"])} != {channels}:
+            raise M3DError(f"{str(file)!r}: mean and std must have {channels} values, one per channel")
+        if not (torch.isfinite(self.images).all() and self.images.min() >= 0 and self.images.max() <= 1):
+            raise M3DError(f"{str(file)!r}: pixels must lie in [0, 1]")
+        if self.labels.shape != (n,) or self.labels.dtype != torch.int64:
+            raise M3DError(
+                f"{str(file)!r}: labels are {self.labels.dtype} {list(self.labels.shape)}; expected int64 [{n}]"
+            )
+        if n and not (0 <= int(self.labels.min()) <= int(self.labels.max()) < classes):
+            raise M3DError(f"{str(file)!r}: labels must lie between 0 and {classes - 1}")
+
+
+class CondensedDataset(TorchDataset[tuple[Tensor, int]]):
+    """A torch ``Dataset`` of decoded images (normalised unless asked otherwise) and integer labels."""
+
+    def __init__(self, path: str | Path | CondensedSet, normalise: bool = True):
+        condensed = path if isinstance(path, CondensedSet) else CondensedSet.load(path)
+        self.images, self.labels = condensed.decoded(normalise)
+        self.classes = condensed.class_names
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self.images[index], int(self.labels[index])
+
+
+class RunFolder:
+    """Everything one condensation leaves on disk."""
+
+    CONDENSED = "condensed.safetensors"
+    BEST = "best.safetensors"
+    CHECKPOINT = "checkpoint.safetensors"
+    PREVIOUS = "checkpoint.previous.safetensors"
+    RUN = "run.json"
+    HISTORY = "history.csv"
+    RESULTS = "results.jsonl"
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+
+    def __truediv__(self, name: str) -> Path:
+        return self.path / name
+
+    @property
+    def finished(self) -> bool:
+        return (self / self.CONDENSED).exists()
+
+    def begin(self, request: Mapping[str, Any], overwrite: bool = False) -> None:
+        """Claim the folder for a new run and write down what was asked."""
+        if (self / self.RUN).exists() or self.finished:
+            if not overwrite:
+                raise M3DError(
+                    f"{str(self.path)!r} already holds a run; continue it with --resume {self.path}, "
+                    f"choose another --out, or pass --overwrite"
+                )
+            for name in (self.CONDENSED, self.BEST, self.CHECKPOINT, self.PREVIOUS, self.HISTORY, self.RESULTS):
+                (self / name).unlink(missing_ok=True)
+        elif self.path.exists() and not self.path.is_dir():
+            raise M3DError(f"{str(self.path)!r} is a file; --out must name a folder")
+        write_json(self / self.RUN, dict(request))
+
+    def request(self) -> dict[str, Any]:
+        """What was asked of the run."""
+        if not (self / self.RUN).exists():
+            raise M3DError(f"{str(self.path)!r} is not a run folder: it has no {self.RUN}")
+        return read_json(self / self.RUN)
+
+    def save_checkpoint(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+        """Write a checkpoint; the one before stays as a fall-back."""
+        if (self / self.CHECKPOINT).exists():
+            (self / self.CHECKPOINT).replace(self / self.PREVIOUS)
+        plain = {k: v.detach().cpu().contiguous() for k, v in tensors.items()}
+        sums = {k: _sha256(v) for k, v in plain.items()}
+        write_bytes(self / self.CHECKPOINT, to_safetensors(plain, {"m3d": json.dumps({**state, "sha256": sums})}))
+
+    def load_checkpoint(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        """(tensors, state) of the newest whole checkpoint, or None if there is none."""
+        broken: M3DError | None = None
+        for name in (self.CHECKPOINT, self.PREVIOUS):
+            if not (self / name).exists():
+                continue
+            try:
+                return _checked(self / name)
+            except M3DError as error:
+                broken = error
+        if broken is not None:
+            raise broken
+        return None
+
+    def write_history(self, losses: Iterable[float]) -> None:
+        rows = "".join(f"{step},{loss:.9g}\n" for step, loss in enumerate(losses))
+        write_bytes(self / self.HISTORY, ("step,loss\n" + rows).encode())
+
+    def add_result(self, record: Mapping[str, Any]) -> None:
+        append_line(self / self.RESULTS, dict(record))
+
+    def results(self) -> list[dict[str, Any]]:
+        file = self / self.RESULTS
+        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def read_tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """(tensors, metadata) of a safetensors file, or an error that names it."""
+    if not file.is_file():
+        raise M3DError(f"{str(file)!r} does not exist; expected a condensed set or a run folder that holds one")
+    try:
+        with safe_open(file, framework="pt") as handle:
+            return {k: handle.get_tensor(k) for k in handle.keys()}, handle.metadata() or {}  # noqa: SIM118 (no iteration)
+    except (SafetensorError, OSError, ValueError) as error:
+        raise M3DError(f"{str(file)!r} is not a whole safetensors file: {error}") from error
+
+
+def _checked(file: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    tensors, metadata = read_tensors(file)
+    state = _json_object(metadata, file)
+    sums = state.pop("sha256", None)
+    if sums != {k: _sha256(v) for k, v in tensors.items()}:
+        raise M3DError(f"{str(file)!r}: its tensors do not match their checksums; the file was changed or torn")
+    return tensors, state
+
+
+def _json_object(metadata: Mapping[str, str], file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(metadata["m3d"])
+    except (KeyError, ValueError) as error:
+        raise M3DError(f"{str(file)!r} carries no m3d manifest: {error}") from error
+    if not isinstance(value, dict):
+        raise M3DError(f"{str(file)!r}: the manifest must be a JSON object")
+    return value
+
+
+def _manifest(metadata: Mapping[str, str], file: Path) -> dict[str, Any]:
+    manifest = _json_object(metadata, file)
+    for key, kind in _NEEDED.items():
+        if not isinstance(manifest.get(key), kind) or isinstance(manifest.get(key), bool):
+            raise M3DError(f"{str(file)!r}: the manifest's {key!r} is missing or of the wrong type")
+    if manifest["format"] != FORMAT:
+        raise M3DError(f"{str(file)!r} has format {manifest['format']}; this version reads format {FORMAT}")
+    for key in ("mean", "std"):
+        if not all(isinstance(v, int | float) for v in manifest[key]):
+            raise M3DError(f"{str(file)!r}: the manifest's {key!r} must be a list of numbers")
+    return manifest
+
+
+def _sha256(tensor: Tensor) -> str:
+    return hashlib.sha256(tensor.detach().cpu().contiguous().numpy().tobytes()).hexdigest()

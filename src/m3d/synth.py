@@ -1,0 +1,103 @@
+"""What is learned: the synthetic images, and how stored pixels become the images a network sees."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from m3d.errors import M3DError
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Factor & up-sampling: an l × l mosaic of small images, each enlarged to full size (Eq. 10).
+
+    ``factor`` 1 stores images as they are. Where l does not divide a side, the image is padded to the right and below
+    with 0.5 before it is cut (224 → 225 → 75-pixel cells).
+    """
+
+    factor: int = 2
+
+    def __post_init__(self) -> None:
+        if self.factor < 1:
+            raise M3DError(f"factor={self.factor} is not valid; allowed: 1, 2, 3, …")
+
+    @property
+    def cells(self) -> int:
+        """Decoded images per stored one."""
+        return self.factor**2
+
+    def decode(self, stored: Tensor) -> Tensor:
+        """[..., n, ch, h, w] stored → [..., n·l², ch, h, w] as seen by a network."""
+        if self.factor == 1:
+            return stored
+        l, (h, w) = self.factor, stored.shape[-2:]
+        cell_h, cell_w = -(-h // l), -(-w // l)
+        padded = functional.pad(stored, (0, cell_w * l - w, 0, cell_h * l - h), value=0.5)
+        # [..., n, ch, l, cell_h, l, cell_w]
+        cells: Tensor = padded.unflatten(-1, (l, cell_w)).unflatten(-3, (l, cell_h))
+        cells = cells.movedim((-4, -2), (-5, -4)).flatten(-6, -4)  # [..., n·l², ch, cell_h, cell_w]
+        return bilinear_matrix(h, cell_h, stored.device) @ cells @ bilinear_matrix(w, cell_w, stored.device).mT
+
+    def encode(self, images: Tensor) -> Tensor:
+        """[..., n·l², ch, h, w] → [..., n, ch, h, w] stored: each cell a different image, nearest pixel."""
+        if self.factor == 1:
+            return images
+        l, (h, w) = self.factor, images.shape[-2:]
+        cell_h, cell_w = -(-h // l), -(-w // l)
+        rows = torch.arange(cell_h, device=images.device) * h // cell_h
+        columns = torch.arange(cell_w, device=images.device) * w // cell_w
+        cells = images[..., rows, :][..., columns].unflatten(-4, (-1, l, l))  # [..., n, l, l, ch, cell_h, cell_w]
+        mosaic: Tensor = cells.movedim((-5, -4), (-4, -2)).flatten(-4, -3).flatten(-2, -1)
+        return mosaic[..., :h, :w]
+
+
+def bilinear_matrix(large: int, small: int, device: torch.device | str = "cpu") -> Tensor:
+    """[large, small]: bilinear enlargement of one axis (half-pixel centres, edges repeated).
+
+    As a matrix product, enlarging is deterministic in both directions; the library's interpolation adds its gradients
+    atomically on CUDA.
+    """
+    place = (torch.arange(large, device=device, dtype=torch.float64) + 0.5) * small / large - 0.5
+    distance = place.clamp(0, small - 1)[:, None] - torch.arange(small, device=device)
+    return (1 - distance.abs()).clamp(min=0).float()
+
+
+class Synthetic(nn.Module):
+    """The learned pixels [C, ipc, ch, h, w] and their decoder."""
+
+    def __init__(self, pixels: Tensor, tiles: Tiles, mean: Tensor, std: Tensor, standardised: bool = False):
+        """``pixels`` in [0, 1]; ``mean`` and ``std`` [ch]. With ``standardised`` the optimiser moves (x − mean) / std,
+        in which some methods state their learning rates; otherwise plain pixels."""
+        super().__init__()
+        self.tiles = tiles
+        self.mean: Tensor
+        self.std: Tensor
+        self.register_buffer("mean", mean[:, None, None], persistent=False)
+        self.register_buffer("std", std[:, None, None], persistent=False)
+        self.standardised = standardised
+        self.latent = nn.Parameter(self.normalise(pixels) if standardised else pixels.clone())
+
+    def normalise(self, pixels: Tensor) -> Tensor:
+        """Pixels in [0, 1] as networks take them."""
+        return (pixels - self.mean) / self.std
+
+    def pixels(self) -> Tensor:
+        """[C, ipc, ch, h, w] in [0, 1]."""
+        return self.latent * self.std + self.mean if self.standardised else self.latent
+
+    def forward(self) -> Tensor:
+        """[C, ipc·l², ch, h, w]: decoded and normalised."""
+        return self.normalise(self.tiles.decode(self.pixels()))
+
+    @torch.no_grad()
+    def project_(self) -> None:
+        """Bring every pixel back into [0, 1]."""
+        if self.standardised:
+            low, high = self.normalise(torch.zeros_like(self.mean)), self.normalise(torch.ones_like(self.mean))
+            self.latent.copy_(torch.minimum(torch.maximum(self.latent, low), high))
+        else:
+            self.latent.clamp_(0, 1)

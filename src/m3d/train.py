@@ -1,0 +1,199 @@
+"""Fast classifier training: many networks at once, each with its own weights, order, augmentation and CutMix.
+
+All networks' parameters are rows of one [R, P] buffer, so the optimiser is three elementwise operations for all. Data
+stay on the device; draws are made for many steps at a time, keyed by (seed, step, network); on CUDA a step of all
+networks is one recorded graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from m3d import rng
+from m3d.augment import UNIFORMS, Augment
+from m3d.errors import M3DError
+from m3d.nets.flat import FlatNet
+from m3d.runtime import Repeated, Runtime, pick
+
+_BLOCK_STEPS = 64  # draws are made for at least this many steps together
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a classifier is trained on a set of images."""
+
+    epochs: int
+    batch: int
+    lr: float
+    momentum: float = 0.9
+    weight_decay: float = 5e-4
+    milestones: tuple[int, ...] = ()  # epochs at which the learning rate is multiplied by gamma
+    gamma: float = 0.1
+    fresh_momentum: bool = False  # whether the momentum starts from zero at a milestone
+    augment: Augment = field(default_factory=Augment)  # drawn for every image; one_of is decided once per batch
+    cutmix: float = 0.0  # probability of CutMix per batch
+
+    def __post_init__(self) -> None:
+        if self.epochs < 1 or self.batch < 1:
+            raise M3DError(f"epochs={self.epochs}, batch={self.batch} is not valid; allowed: 1 and more")
+        if not 0 <= self.cutmix <= 1:
+            raise M3DError(f"cutmix={self.cutmix} is not valid; allowed: a probability from 0 to 1")
+
+    def rate(self, epoch: int) -> float:
+        """The learning rate during ``epoch``."""
+        return self.lr * self.gamma ** sum(epoch >= m for m in self.milestones)
+
+
+class Images:
+    """Labelled images on the device, uint8 or float pixels in [0, 1], normalised when taken."""
+
+    def __init__(self, pixels: Tensor, labels: Tensor, mean: tuple[float, ...], std: tuple[float, ...]):
+        self.pixels, self.labels = pixels, labels  # [N, ch, h, w], [N]
+        self.mean = torch.tensor(mean, device=pixels.device)[:, None, None]
+        self.std = torch.tensor(std, device=pixels.device)[:, None, None]
+
+    def __len__(self) -> int:
+        return len(self.pixels)
+
+    def take(self, index: Tensor) -> Tensor:
+        """Normalised float32 images [..., ch, h, w] for ``index`` [...]."""
+        pixels = self.pixels[index]
+        pixels = pixels.float() / 255 if pixels.dtype == torch.uint8 else pixels
+        return (pixels - self.mean) / self.std
+
+
+class Trainer:
+    """R networks trained side by side on the same images."""
+
+    def __init__(self, net: FlatNet, images: Images, recipe: Recipe, repeats: int, seed: int, runtime: Runtime):
+        device = images.pixels.device
+        self.net, self.images, self.recipe, self.seed, self.runtime = net, images, recipe, seed, runtime
+        self.repeats, self.batch = repeats, min(recipe.batch, len(images))
+        self.steps_per_epoch = -(-len(images) // self.batch)
+        self.epochs_per_block = max(1, _BLOCK_STEPS // self.steps_per_epoch)
+        self.lanes = torch.arange(repeats, device=device)
+        self.flat = net.fresh(seed, 0, self.lanes).requires_grad_()  # [R, P]
+        self.velocity = torch.zeros_like(self.flat, requires_grad=False)
+        self.rate = torch.zeros((), device=device)
+        self.epoch = 0
+        block = self.epochs_per_block * self.steps_per_epoch
+        self.slot = torch.zeros(1, dtype=torch.long, device=device)
+        self.index = torch.zeros(block, repeats, self.batch, dtype=torch.long, device=device)
+        self.uniforms = torch.zeros(block, repeats, self.batch, UNIFORMS, device=device)
+        self.mix = torch.zeros(block, repeats, 4, device=device)
+        self.partner = torch.zeros(block, repeats, self.batch, dtype=torch.long, device=device)
+        compiles = runtime.compiles(recipe.epochs * self.steps_per_epoch)
+        self._loss: Callable[..., Tensor] = (
+            torch.compile(self._network_loss, dynamic=False) if compiles else self._network_loss
+        )
+        self._steps: dict[int, Repeated] = {}  # by batch size: the last batch of an epoch may be smaller
+
+    def run(self, until: int) -> None:
+        """Train up to the end of epoch ``until``."""
+        while self.epoch < until:
+            if self.epoch % self.epochs_per_block == 0:
+                self._refill(self.epoch)
+            self._begin_epoch()
+            for k in range(self.steps_per_epoch):
+                size = min(self.batch, len(self.images) - k * self.batch)
+                self._step_of(size)()
+            self.epoch += 1
+
+    def _begin_epoch(self) -> None:
+        self.rate.fill_(self.recipe.rate(self.epoch))
+        if self.recipe.fresh_momentum and self.epoch in self.recipe.milestones:
+            self.velocity.zero_()
+
+    @torch.no_grad()
+    def _refill(self, epoch: int) -> None:
+        """Draw orders, augmentation and CutMix for a block of epochs."""
+        device, n, k = self.lanes.device, len(self.images), self.steps_per_epoch
+        epochs = torch.arange(epoch, epoch + self.epochs_per_block, device=device)
+        order = rng.permutation(self.seed, rng.Purpose.ORDER, epochs, self.lanes, n)  # [E, R, N]
+        padded = functional.pad(order, (0, k * self.batch - n)).unflatten(-1, (k, self.batch))
+        self.index.copy_(padded.movedim(2, 1).flatten(0, 1))
+        steps = torch.arange(epoch * k, (epoch + self.epochs_per_block) * k, device=device)
+        draws = rng.uniform(self.seed, rng.Purpose.TRAIN_AUGMENT, steps, self.lanes, self.batch * UNIFORMS)
+        self.uniforms.copy_(draws.unflatten(-1, (self.batch, UNIFORMS)))
+        self.uniforms[..., 0] = self.uniforms[..., :1, 0]  # one choice of operation per network and batch
+        self.mix.copy_(rng.uniform(self.seed, rng.Purpose.CUTMIX, steps, self.lanes, 4))
+        self.partner.copy_(rng.bits(self.seed, rng.Purpose.PARTNER, steps, self.lanes, self.batch))
+        self.slot.zero_()
+
+    def _step_of(self, size: int) -> Repeated:
+        if size not in self._steps:
+            self._steps[size] = Repeated(lambda: self._step(size), self.runtime)
+        return self._steps[size]
+
+    def _step(self, size: int) -> None:
+        """One SGD step of every network on its own batch of ``size`` images."""
+        images, labels, other, share = self._batch(size)
+        losses = [
+            self._loss(row, images[r], labels[r], other[r], share[r]) for r, row in enumerate(self.flat.unbind(0))
+        ]
+        (gradient,) = torch.autograd.grad(torch.stack(losses).sum(), self.flat)
+        with torch.no_grad():
+            gradient = gradient.add(self.flat, alpha=self.recipe.weight_decay)
+            self.velocity.mul_(self.recipe.momentum).add_(gradient)
+            self.flat.sub_(self.velocity * self.rate)
+        self.slot.add_(1)
+
+    @torch.no_grad()
+    def _batch(self, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(images [R, b, ...], labels [R, b], CutMix partners' labels [R, b], share of the first label [R])."""
+        index = pick(self.index, self.slot)[:, :size]
+        images = self.images.take(index)
+        shape = images.shape
+        augment, u = self.recipe.augment, pick(self.uniforms, self.slot)[:, :size].flatten(0, 1)
+        parameters = augment.parameters(u, (shape[-2], shape[-1]))
+        images = augment.apply(images.flatten(0, 1)[:, None], parameters).view(shape)
+        labels = self.images.labels[index]
+        if self.recipe.cutmix == 0:
+            return images, labels, labels, torch.ones(self.repeats, device=images.device)
+        partner = torch.argsort(pick(self.partner, self.slot)[:, :size], dim=-1, stable=True)
+        images, share = cutmix(images, partner, pick(self.mix, self.slot), self.recipe.cutmix)
+        return images, labels, labels.gather(1, partner), share
+
+    def _network_loss(self, flat: Tensor, images: Tensor, labels: Tensor, other: Tensor, share: Tensor) -> Tensor:
+        logits = self.net(flat, images, self.runtime.dtype).logits.float()
+        first, second = (functional.cross_entropy(logits, target) for target in (labels, other))
+        return first * share + second * (1 - share)
+
+    @torch.no_grad()
+    def accuracy(self, test: Images, chunk: int = 1000) -> Tensor:
+        """[R]: each network's accuracy on ``test``, in percent."""
+        right = torch.zeros(self.repeats, dtype=torch.long, device=self.flat.device)
+        for first in range(0, len(test), chunk):
+            index = torch.arange(first, min(first + chunk, len(test)), device=self.flat.device)
+            images, labels = test.take(index), test.labels[index]
+            for r in range(self.repeats):
+                right[r] += (self.net(self.flat[r], images, self.runtime.dtype).logits.argmax(1) == labels).sum()
+        return right.double() * (100 / len(test))
+
+
+def cutmix(images: Tensor, partner: Tensor, u: Tensor, probability: float) -> tuple[Tensor, Tensor]:
+    """Paste a box of each image's partner into it: one box per network, λ ~ U(0, 1), with ``probability``.
+
+    ``images`` [R, b, ch, h, w]; ``partner`` [R, b] a permutation of the batch; ``u`` [R, 4] uniform numbers. Returns
+    the images and the share of each image's own label [R], which is the area the box really left.
+    """
+    h, w = images.shape[-2:]
+    side = torch.sqrt(1 - u[:, 1])  # λ is the share that stays
+
+    def span(length: int, centre: Tensor) -> Tensor:  # [R, length]: inside the box along one axis
+        half = torch.floor(length * side) / 2
+        middle = torch.floor(centre * length)
+        low, high = (middle - torch.floor(half)).clamp(min=0), (middle + torch.floor(half)).clamp(max=length)
+        place = torch.arange(length, device=images.device)
+        return (place >= low[:, None]) & (place < high[:, None])
+
+    box = span(h, u[:, 2])[:, :, None] & span(w, u[:, 3])[:, None, :]
+    box &= (u[:, 0] < probability)[:, None, None]
+    others = images[torch.arange(len(images), device=images.device)[:, None], partner]
+    mixed = torch.where(box[:, None, None], others, images)
+    return mixed, 1 - box.float().mean((1, 2))

@@ -1,0 +1,346 @@
+"""The engine: reproducible, resumable bit for bit, class-batched equal to a loop over classes; it stops in time."""
+
+import copy
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+import m3d
+from m3d.data import ClassData, Dataset
+from m3d.engine import BLOCK, Interrupted, Matching, Method, Watch, _Step, condense
+from m3d.errors import M3DError
+from m3d.kernels import Gaussian, Linear
+from m3d.methods import Task, make_method
+from m3d.nets import FlatNet, make_net
+from m3d.objectives import MMD
+from m3d.objectives.features import Objective
+from m3d.players import Descent
+from m3d.pools import Fresh
+from m3d.runtime import Runtime
+from m3d.select import RandomReal
+from m3d.store import RunFolder
+from m3d.synth import Tiles
+from m3d.types import Batch
+
+CPU = Runtime.choose("cpu")
+NET = "convnet2:width=8"
+
+
+def method_of(data: Dataset, ipc: int, name: str = "m3d", **options) -> Method:
+    given = {"steps": 6, "batch_real": 4, "lr": 0.05, **({"factor": 2} if name == "m3d" else {}), **options}
+    return make_method(name, Task(data.name, data.shape, data.classes, ipc, data.mirror), given)[0]
+
+
+def run(data, ipc=2, seed=0, watch=None, runtime=CPU, **options):
+    net = FlatNet(make_net(NET, data.shape, data.classes))
+    return condense(method_of(data, ipc, **options), data, net, ipc, seed, runtime, watch)
+
+
+def test_same_seed_same_bits_and_another_seed_another_set(tiny):
+    first, again, other = run(tiny), run(tiny), run(tiny, seed=1)
+    assert torch.equal(first.pixels, again.pixels) and first.losses == again.losses
+    assert not torch.equal(first.pixels, other.pixels)
+    assert first.pixels.shape == (3, 2, 3, 8, 8) and first.pixels.min() >= 0 and first.pixels.max() <= 1
+
+
+def test_the_loss_falls_on_easy_data(tiny):
+    losses = run(tiny, ipc=1, steps=200, lr=0.02, augment="none", factor=1, ipm=1, init="noise").losses
+    assert len(losses) == 200
+    assert sum(losses[-20:]) < 0.7 * sum(losses[:20])
+
+
+@pytest.mark.parametrize("factor", [1, 2])
+def test_class_batched_step_equals_a_class_by_class_loop(tiny, factor):
+    """Gradients of one step over all classes against one class at a time, written out from Algorithm 1, to 1e-5."""
+    method = method_of(tiny, 2, factor=factor)
+    net = FlatNet(make_net(NET, tiny.shape, 3))
+    pixels = method.tiles.encode(method.init(tiny, 2 * factor**2, 0))
+    step = _Step(method, method.matching, tiny, net, pixels, 0, CPU)
+    step.refill(0)
+    step.pool.draw(0)
+    loss = step.loss(step.real_index[0], step.syn_index[0], step.uniforms[0])
+    (gradient,) = torch.autograd.grad(loss.sum(), step.synthetic.latent)
+    mean, std = (torch.tensor(v)[:, None, None] for v in (tiny.mean, tiny.std))
+    augment = method.matching.augment
+    for c in range(3):
+        latent = pixels[c].clone().requires_grad_()
+        start = int(tiny.train.start[c])
+        real = tiny.train.images[start + step.real_index[0, c]].float() / 255
+        parameters = augment.parameters(step.uniforms[0, c : c + 1], (8, 8))
+
+        def features(x, parameters=parameters):
+            x = augment.apply(((x - mean) / std)[None], parameters)[0]
+            return net(step.pool.parameters_flat, x).features
+
+        goal, own = features(real).detach(), features(Tiles(factor).decode(latent))
+        kernel = Gaussian()
+        scale = kernel.scale(own, goal)
+        value = kernel(goal, goal, scale).mean() + kernel(own, own, scale).mean() - 2 * kernel(own, goal, scale).mean()
+        (alone,) = torch.autograd.grad(value, latent)
+        torch.testing.assert_close(loss[c], value, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(gradient[c], alone, atol=1e-6, rtol=1e-4)
+
+
+def test_linear_m3d_is_dm(tiny):
+    """With the same settings the linear kernel's run is DM's, bit for bit."""
+    shared = {"steps": 5, "batch_real": 4, "factor": 1, "ipm": 1, "augment": "color+crop", "lr": 0.01}
+    net = FlatNet(make_net(NET, tiny.shape, 3))
+    linear = method_of(tiny, 2, kernel="linear", **shared)
+    dm = method_of(tiny, 2, "dm", **shared)
+    dm = dataclasses.replace(dm, matching=dataclasses.replace(dm.matching, standardised=False))
+    results = [condense(m, tiny, net, 2, 0, CPU).pixels for m in (linear, dm)]
+    assert torch.equal(*results)
+
+
+def test_standardised_units_move_by_std_squared(tiny):
+    """One small step of DM: Δpixels = std² · (Δpixels of the same step in plain pixels)."""
+    options = {"steps": 1, "batch_real": 4, "lr": 1e-4, "augment": "none", "momentum": 0.0}
+    dm = method_of(tiny, 2, "dm", **options)
+    plain = dataclasses.replace(dm, matching=dataclasses.replace(dm.matching, standardised=False))
+    net = FlatNet(make_net(NET, tiny.shape, 3))
+    start = dm.init(tiny, 2, 0)
+    moved = [condense(m, tiny, net, 2, 0, CPU).pixels - start for m in (dm, plain)]
+    std = torch.tensor(tiny.std)[:, None, None]
+    inside = (start > 0.01) & (start < 0.99)
+    torch.testing.assert_close(moved[0][inside], (moved[1] * std**2)[inside], atol=2e-7, rtol=5e-2)
+
+
+def test_at_most_batch_syn_max_images_enter_a_step(tiny):
+    counts = []
+
+    class Spy:
+        def __call__(self, net, flat, batch: Batch, dtype):
+            from m3d.probes import Forward
+
+            counts.append(batch.images.shape[1])
+            return Forward()(net, flat, batch, dtype)
+
+    method = method_of(tiny, 3, batch_syn_max=5)
+    method = dataclasses.replace(method, matching=dataclasses.replace(method.matching, probe=Spy()))
+    condense(method, tiny, FlatNet(make_net(NET, tiny.shape, 3)), 3, 0, CPU)
+    assert set(counts[0::2]) == {4} and set(counts[1::2]) == {5}  # real, then synthetic: 5 of 12
+
+
+def test_the_encoder_changes_every_ipm_steps(tiny):
+    net = FlatNet(make_net(NET, tiny.shape, 3))
+    pool = Fresh(every=3).start(net, seed=0)
+    seen = []
+    for step in range(7):
+        if pool.due(step):
+            pool.draw(step)
+        seen.append(pool.parameters_flat.clone())
+    assert torch.equal(seen[0], seen[2]) and not torch.equal(seen[2], seen[3]) and torch.equal(seen[3], seen[5])
+    other = Fresh(every=3).start(net, seed=0)
+    other.restore(5)
+    assert torch.equal(other.parameters_flat, seen[5])
+
+
+def test_momentum_is_the_librarys_sgd():
+    x, reference = torch.ones(3), torch.nn.Parameter(torch.ones(3))
+    player, sgd = Descent(0.1, 0.5).start(x), torch.optim.SGD([reference], lr=0.1, momentum=0.5)
+    for k in range(4):
+        gradient = torch.tensor([1.0, -2.0, 0.5]) * (k + 1)
+        player.step(gradient)
+        reference.grad = gradient
+        sgd.step()
+    torch.testing.assert_close(x, reference.detach())
+
+
+@pytest.mark.parametrize("stop_at", [1, 7, BLOCK, BLOCK + 9])
+def test_resumed_equals_uninterrupted(tiny, tmp_path, stop_at, monkeypatch):
+    monkeypatch.setattr("m3d.engine._REPORT_SECONDS", 0.0)  # a report after every step
+    steps = BLOCK + 12
+    whole = run(tiny, steps=steps)
+    folder = RunFolder(tmp_path / "run")
+
+    asked = []
+
+    def stop(progress):
+        if progress.step >= stop_at and not asked:
+            asked.append(progress.step)
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(Interrupted) as stopped:
+        run(tiny, steps=steps, watch=Watch(report=stop, folder=folder))
+    assert stopped.value.step == stop_at
+    resumed = run(tiny, steps=steps, watch=Watch(folder=folder))
+    assert torch.equal(resumed.pixels, whole.pixels)
+    assert resumed.losses == whole.losses
+
+
+def test_a_torn_checkpoint_falls_back_to_the_one_before(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr("m3d.engine._REPORT_SECONDS", 0.0)
+    steps = 40
+    whole = run(tiny, steps=steps)
+    folder = RunFolder(tmp_path / "run")
+    calls = []
+
+    def stop(progress):
+        calls.append(progress.step)
+        if len(calls) == 3:
+            signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(Interrupted):
+        run(tiny, steps=steps, watch=Watch(report=stop, folder=folder, checkpoint_seconds=0.0))
+    newest = folder / RunFolder.CHECKPOINT
+    newest.write_bytes(newest.read_bytes()[:-7])
+    assert torch.equal(run(tiny, steps=steps, watch=Watch(folder=folder)).pixels, whole.pixels)
+    (folder / RunFolder.PREVIOUS).unlink()
+    with pytest.raises(M3DError, match=r"checkpoint\.safetensors"):
+        run(tiny, steps=steps, watch=Watch(folder=folder))
+
+
+def test_killed_run_resumes_bit_identically(tiny_file, tmp_path):
+    """kill -9 at an arbitrary moment of a real process, then resume: the same bits as never stopped."""
+    options = ["--ipc", "1", "--steps", "400", "--batch-real", "4", "--lr", "0.05", "--net", NET]
+    command = [sys.executable, "-m", "m3d", "condense", tiny_file, *options, "--checkpoint-seconds", "0.2"]
+    folder = tmp_path / "killed"
+    process = subprocess.Popen([*command, "--out", str(folder)], env={**os.environ, "OMP_NUM_THREADS": "1"})
+    deadline = time.monotonic() + 60
+    while not (folder / RunFolder.CHECKPOINT).exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    assert (folder / RunFolder.CHECKPOINT).exists() and not (folder / RunFolder.CONDENSED).exists()
+    torch.manual_seed(123)
+    resumed = m3d.resume(folder)
+    whole = m3d.condense(tiny_file, 1, net=NET, steps=400, batch_real=4, lr=0.05)
+    assert torch.equal(resumed.images, whole.images)
+    assert resumed.fingerprint == m3d.CondensedSet.load(folder).fingerprint
+    assert not (folder / RunFolder.CHECKPOINT).exists()
+    assert len((folder / RunFolder.HISTORY).read_text().splitlines()) == 401
+    assert m3d.resume(folder).fingerprint == resumed.fingerprint  # resuming a finished run just returns it
+
+
+class Poisoned(Objective):
+    """NaN for class 1 from the third step on."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, goal, seen):
+        self.calls += 1
+        value = MMD(Linear())(goal, seen)
+        return value * torch.tensor([1.0, float("nan") if self.calls > 3 else 1.0, 1.0])
+
+
+class Growing(Poisoned):
+    def forward(self, goal, seen):
+        self.calls += 1
+        return MMD(Linear())(goal, seen) * torch.tensor([1.0, 1.0, 10.0 ** (self.calls / 20)])
+
+
+def matching_with(objective, steps=10):
+    return Method(RandomReal(), Tiles(1), Matching(steps, Fresh(), objective, Descent(1e-3), batch_real=4))
+
+
+def test_nan_stops_with_the_step_and_the_class(tiny):
+    net = FlatNet(make_net(NET, tiny.shape, 3))
+    with pytest.raises(M3DError, match=r"step 3: the loss of class 'class 1' is nan; try a smaller --lr"):
+        condense(matching_with(Poisoned()), tiny, net, 1, 0, CPU)
+
+
+def test_divergence_stops_with_the_class(tiny):
+    net = FlatNet(make_net(NET, tiny.shape, 3))
+    with pytest.raises(M3DError, match=r"class 'class 2'; the run diverges"):
+        condense(matching_with(Growing(), steps=300), tiny, net, 1, 0, CPU)
+
+
+def test_the_record_is_not_changed_by_a_run(tiny):
+    method = matching_with(Poisoned(), steps=2)
+    before = copy.deepcopy(method.matching.objective.calls)
+    condense(method, tiny, FlatNet(make_net(NET, tiny.shape, 3)), 1, 0, CPU)
+    assert method.matching.objective.calls == before
+
+
+def test_validation_keeps_the_best_set_beside_the_last(tmp_path):
+    from conftest import make_dataset
+
+    data = make_dataset(per_class=20).hold_out(0.25, 0)
+    options = {"steps": 20, "batch_real": 4, "lr": 0.05, "eval_options": {"repeats": 1}}
+    condensed = m3d.condense(data, 1, net=NET, out=tmp_path / "run", eval_every=8, **options)
+    judged = condensed.manifest["validation"]
+    assert [step for step, _ in judged] == [8, 16]
+    best = m3d.CondensedSet.load(tmp_path / "run" / RunFolder.BEST)
+    assert best.manifest["steps"] == max(judged, key=lambda j: j[1])[0]
+    assert condensed.manifest["steps"] == 20
+    assert best.fingerprint != condensed.fingerprint
+
+
+def test_too_few_images_are_named(tiny):
+    with pytest.raises(M3DError, match=r"class 'class 0' has 12 training images, but 40 different ones"):
+        run(tiny, ipc=10)
+    noise = run(tiny, ipc=10, init="noise", steps=1)
+    assert noise.pixels.shape == (3, 10, 3, 8, 8)
+
+
+def test_coresets_are_methods_without_steps(tiny):
+    method = make_method("random", Task("tiny", tiny.shape, 3, 2), {})[0]
+    outcome = condense(method, tiny, FlatNet(make_net(NET, tiny.shape, 3)), 2, 0, CPU)
+    assert outcome.losses == [] and method.steps == 0
+    for c in range(3):
+        own = tiny.train.images[int(tiny.train.start[c]) :][:12].float() / 255
+        for picture in outcome.pixels[c]:
+            assert (own == picture).flatten(1).all(1).any()
+
+
+def test_a_class_smaller_than_the_batch_is_read_in_passes():
+    from conftest import make_dataset
+
+    data = make_dataset(per_class=5)
+    index = data.train.deck(0, torch.arange(2), 8)
+    for c in range(3):
+        seen = index[:, c].flatten()
+        assert torch.equal(seen[:5].sort().values, torch.arange(5))
+        assert torch.equal(seen[5:10].sort().values, torch.arange(5))
+    assert isinstance(data.train, ClassData)
+    assert len(run(data, ipc=1, batch_real=8).losses) == 6
+
+
+def test_compiled_step_equals_eager_in_one_graph(tiny):
+    """One graph without breaks; losses and gradients equal to 1e-5; a second set of draws does not recompile."""
+    method = method_of(tiny, 3, batch_syn_max=5)
+    net = FlatNet(make_net(NET, tiny.shape, 3))
+    step = _Step(method, method.matching, tiny, net, method.tiles.encode(method.init(tiny, 12, 0)), 0, CPU)
+    step.refill(0)
+    compiled = torch.compile(step.loss, backend="aot_eager", fullgraph=True, dynamic=False)
+    for k in range(3):
+        step.pool.draw(k)
+        draws = (step.real_index[k], step.syn_index[k], step.uniforms[k])
+        values = []
+        for loss in (step.loss, compiled):
+            with torch._dynamo.config.patch(error_on_recompile=k > 0):
+                value = loss(*draws)
+            values.append((value, torch.autograd.grad(value.sum(), step.synthetic.latent)[0]))
+        torch.testing.assert_close(values[1], values[0], atol=1e-5, rtol=1e-5)
+
+
+def test_wrong_settings_fail_before_any_work(tiny):
+    for options, message in (
+        ({"steps": 0}, "steps=0"),
+        ({"lr": -1.0}, "lr=-1.0"),
+        ({"momentum": 1.0}, "momentum=1.0"),
+        ({"ipm": 0}, "ipm=0"),
+        ({"batch_real": 0}, "batch_real=0"),
+        ({"kernel": "gauss"}, "Did you mean 'gaussian'"),
+        ({"augment": "colour"}, "Did you mean 'color'"),
+    ):
+        with pytest.raises(M3DError, match=message):
+            method_of(tiny, 1, **options)
+    with pytest.raises(M3DError, match="ipc=0"):
+        run(tiny, ipc=0)
+    for arguments, message in (
+        ({"device": "tpu"}, "unknown device 'tpu'"),
+        ({"precision": "fp8"}, "unknown precision 'fp8'"),
+        ({"device": "cpu", "precision": "tf32"}, "CUDA only"),
+        ({"step_mode": "fast"}, "unknown step mode"),
+    ):
+        with pytest.raises(M3DError, match=message):
+            Runtime.choose(**arguments)

@@ -1,0 +1,92 @@
+"""Factor & up-sampling against hand-made cases and the library's interpolation."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+from m3d.errors import M3DError
+from m3d.synth import Synthetic, Tiles, bilinear_matrix
+
+
+def stored(n=2, ch=3, h=8, w=8):
+    return torch.rand(4, n, ch, h, w, generator=torch.Generator().manual_seed(0))
+
+
+def naive_decode(x, l):
+    """Cut, pad, enlarge: one image and one cell at a time."""
+    h, w = x.shape[-2:]
+    cell_h, cell_w = -(-h // l), -(-w // l)
+    out = []
+    for picture in x.reshape(-1, *x.shape[-3:]):
+        padded = torch.full((picture.shape[0], cell_h * l, cell_w * l), 0.5)
+        padded[:, :h, :w] = picture
+        for i in range(l):
+            for j in range(l):
+                cell = padded[:, i * cell_h : (i + 1) * cell_h, j * cell_w : (j + 1) * cell_w]
+                out.append(functional.interpolate(cell[None], (h, w), mode="bilinear", align_corners=False)[0])
+    return torch.stack(out).view(*x.shape[:-4], -1, *x.shape[-3:])
+
+
+@pytest.mark.parametrize("factor", [1, 2, 3, 4])
+@pytest.mark.parametrize("side", [(8, 8), (9, 9), (7, 10), (28, 28)])
+def test_decode_matches_the_naive_one(factor, side):
+    x = stored(h=side[0], w=side[1])
+    out = Tiles(factor).decode(x)
+    assert out.shape == (4, 2 * factor**2, 3, *side)
+    torch.testing.assert_close(out, naive_decode(x, factor), atol=1e-5, rtol=1e-5)
+
+
+def test_224_pixels_by_3_are_75_pixel_cells():
+    x = torch.rand(1, 1, 1, 224, 224)
+    torch.testing.assert_close(Tiles(3).decode(x), naive_decode(x, 3), atol=1e-5, rtol=1e-5)
+
+
+def test_decode_of_factor_2_by_hand():
+    x = torch.zeros(1, 1, 4, 4)
+    x[..., :2, 2:] = 1  # the second cell is white
+    out = Tiles(2).decode(x)
+    assert torch.equal(out[:, 0, 0, 0], torch.tensor([0.0, 1.0, 0.0, 0.0]))
+    assert torch.equal(out.flatten(1).std(1) == 0, torch.ones(4, dtype=torch.bool))
+
+
+@pytest.mark.parametrize(("factor", "side"), [(1, 8), (2, 8), (2, 9), (3, 8), (3, 224)])
+def test_encode_puts_a_different_image_in_each_cell(factor, side):
+    tiles = Tiles(factor)
+    images = torch.arange(2.0 * factor**2).view(1, -1, 1, 1, 1).expand(1, -1, 1, side, side) / 20
+    mosaic = tiles.encode(images)
+    assert mosaic.shape == (1, 2, 1, side, side)
+    back = tiles.decode(mosaic)
+    centre = back[0, :, 0, side // 3, side // 3]
+    torch.testing.assert_close(centre, images[0, :, 0, 0, 0])
+
+
+def test_encode_takes_the_nearest_pixel():
+    image = torch.rand(1, 4, 1, 8, 8)
+    cell = Tiles(2).encode(image)[0, 0, 0, :4, :4]
+    torch.testing.assert_close(cell, functional.interpolate(image[0, :1], (4, 4), mode="nearest")[0, 0])
+
+
+def test_bilinear_matrix_rows_sum_to_one():
+    matrix = bilinear_matrix(225, 75)
+    torch.testing.assert_close(matrix.sum(1), torch.ones(225))
+    assert (matrix >= 0).all()
+
+
+@pytest.mark.parametrize("standardised", [False, True])
+def test_synthetic_projects_into_the_pixel_range(standardised):
+    mean, std = torch.tensor([0.4, 0.5, 0.6]), torch.tensor([0.2, 0.3, 0.1])
+    synthetic = Synthetic(stored(), Tiles(2), mean, std, standardised)
+    torch.testing.assert_close(synthetic.pixels(), stored())
+    with torch.no_grad():
+        synthetic.latent.add_(torch.randn_like(synthetic.latent) * 5)
+    synthetic.project_()
+    pixels = synthetic.pixels()
+    assert pixels.min() >= -1e-6 and pixels.max() <= 1 + 1e-6
+    assert (pixels < 1e-6).any() and (pixels > 1 - 1e-6).any()
+    expected = (Tiles(2).decode(pixels) - mean[:, None, None]) / std[:, None, None]
+    torch.testing.assert_close(synthetic(), expected)
+
+
+def test_factor_zero_is_refused():
+    with pytest.raises(M3DError, match="factor=0"):
+        Tiles(0)

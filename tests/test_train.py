@@ -1,0 +1,196 @@
+"""The trainer against a plain PyTorch loop, CutMix by hand, and stacked networks against single ones."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from m3d.augment import Augment
+from m3d.errors import M3DError
+from m3d.evaluation import PROTOCOLS, make_protocol
+from m3d.nets import FlatNet, make_net
+from m3d.runtime import Runtime
+from m3d.train import Images, Recipe, Trainer, cutmix
+
+CPU = Runtime.choose("cpu")
+SHAPE = (3, 8, 8)
+
+
+def images(n=10, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    pixels = torch.rand(n, *SHAPE, generator=generator)
+    return Images(pixels, torch.randint(0, 3, (n,), generator=generator), (0.5, 0.4, 0.3), (0.2, 0.3, 0.2))
+
+
+def trainer(recipe, repeats=2, n=10, seed=0):
+    return Trainer(FlatNet(make_net("convnet2:width=4", SHAPE, 3)), images(n), recipe, repeats, seed, CPU)
+
+
+def naive_cutmix(x, labels, partner, u, probability):
+    """One network's batch, one box, by slicing."""
+    h, w = x.shape[-2:]
+    if u[0] >= probability:
+        return x, 1.0
+    side = float((1 - u[1]).sqrt())
+    cut_h, cut_w, cy, cx = int(h * side), int(w * side), int(u[2] * h), int(u[3] * w)
+    top, bottom = max(cy - cut_h // 2, 0), min(cy + cut_h // 2, h)
+    left, right = max(cx - cut_w // 2, 0), min(cx + cut_w // 2, w)
+    out = x.clone()
+    out[:, :, top:bottom, left:right] = x[partner][:, :, top:bottom, left:right]
+    return out, 1 - (bottom - top) * (right - left) / (h * w)
+
+
+RECIPE = Recipe(
+    epochs=8,
+    batch=4,
+    lr=0.1,
+    milestones=(3, 5),
+    gamma=0.2,
+    augment=Augment(always=("flip", "color"), one_of=("crop", "scale", "rotate")),
+    cutmix=0.5,
+)
+
+
+@pytest.mark.parametrize("fresh_momentum", [False, True])
+def test_trainer_equals_a_plain_loop_with_the_same_draws(fresh_momentum):
+    """24 steps (8 epochs of 3 batches, the last of 2 images) of each network against torch.optim.SGD, to 1e-4."""
+    recipe = Recipe(**{**RECIPE.__dict__, "fresh_momentum": fresh_momentum})
+    fast = trainer(recipe)
+    start = fast.flat.detach().clone()
+    fast._refill(0)  # the draws of all 8 epochs lie in the buffers now
+    index, uniforms, mix, partners = (b.clone() for b in (fast.index, fast.uniforms, fast.mix, fast.partner))
+    data = images()
+    fast.run(8)
+    for r in range(2):
+        net = make_net("convnet2:width=4", SHAPE, 3)
+        views = FlatNet(make_net("convnet2:width=4", SHAPE, 3)).unflatten(start[r])
+        net.load_state_dict(views)
+        optimiser = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
+        for step in range(24):
+            epoch, k = divmod(step, 3)
+            if k == 0 and epoch in (3, 5):
+                optimiser.param_groups[0]["lr"] *= 0.2
+                if fresh_momentum:
+                    optimiser.state.clear()
+            size = 4 if k < 2 else 2
+            chosen = index[step, r, :size]
+            x, y = data.take(chosen), data.labels[chosen]
+            u = uniforms[step, r, :size]
+            assert (u[:, 0] == u[0, 0]).all()  # one choice of operation per batch
+            x = recipe.augment.apply(x[:, None], recipe.augment.parameters(u, (8, 8)))[:, 0]
+            partner = partners[step, r, :size].argsort(stable=True)
+            x, share = naive_cutmix(x, y, partner, mix[step, r], 0.5)
+            logits = net(x).logits
+            loss = share * functional.cross_entropy(logits, y) + (1 - share) * functional.cross_entropy(
+                logits, y[partner]
+            )
+            optimiser.zero_grad()
+            loss.backward()
+            optimiser.step()
+        slow = torch.cat([p.detach().flatten() for p in net.parameters()])
+        torch.testing.assert_close(fast.flat[r].detach(), slow, atol=1e-4, rtol=1e-4)
+        assert (slow - start[r]).norm() > 0.05  # it did move
+
+
+def test_stacked_networks_equal_single_ones():
+    """20 steps of three networks at once against the same three alone: equal to 1e-6."""
+    together = trainer(RECIPE, repeats=3)
+    together.run(7)
+    for r in range(3):
+        alone = trainer(RECIPE, repeats=3)
+        alone.lanes = alone.lanes[r : r + 1]
+        with torch.no_grad():
+            alone.flat = alone.flat[r : r + 1].clone().requires_grad_()
+        alone.velocity, alone.repeats = alone.velocity[:1].clone(), 1
+        for name in ("index", "uniforms", "mix", "partner"):
+            setattr(alone, name, getattr(alone, name)[:, :1].clone())
+        alone.run(7)
+        torch.testing.assert_close(alone.flat[0].detach(), together.flat[r].detach(), atol=1e-6, rtol=1e-5)
+
+
+def test_every_image_is_seen_once_an_epoch_and_the_last_batch_is_kept():
+    fast = trainer(RECIPE)
+    fast._refill(0)
+    for r in range(2):
+        epoch = torch.cat([fast.index[k, r, : 4 if k < 2 else 2] for k in range(3)])
+        assert torch.equal(epoch.sort().values, torch.arange(10))
+    assert not torch.equal(fast.index[0, 0], fast.index[0, 1]) and not torch.equal(fast.index[0, 0], fast.index[3, 0])
+
+
+def test_repeats_differ_in_every_draw():
+    fast = trainer(RECIPE)
+    fast._refill(0)
+    assert not torch.equal(fast.flat[0], fast.flat[1])
+    for buffer in (fast.uniforms, fast.mix, fast.partner):
+        assert not torch.equal(buffer[:, 0], buffer[:, 1])
+
+
+def test_same_seed_same_bits_other_seed_other_bits():
+    runs = []
+    for seed in (0, 0, 1):
+        runs.append(trainer(RECIPE, seed=seed))
+        runs[-1].run(3)
+    assert torch.equal(runs[0].flat, runs[1].flat) and not torch.equal(runs[0].flat, runs[2].flat)
+
+
+@pytest.mark.parametrize("probability", [0.0, 0.5, 1.0])
+def test_cutmix_by_hand(probability):
+    generator = torch.Generator().manual_seed(1)
+    x, u = torch.rand(20, 6, 3, 8, 8, generator=generator), torch.rand(20, 4, generator=generator)
+    partner = torch.stack([torch.randperm(6, generator=generator) for _ in range(20)])
+    mixed, share = cutmix(x, partner, u, probability)
+    for r in range(20):
+        expected, own = naive_cutmix(x[r], None, partner[r], u[r], probability)
+        assert torch.equal(mixed[r], expected)
+        assert abs(float(share[r]) - own) < 1e-6
+
+
+def test_accuracy_counts():
+    fast = trainer(RECIPE, n=10)
+    data = images(7, seed=3)
+    expected = []
+    for r in range(2):
+        logits = fast.net(fast.flat[r].detach(), data.take(torch.arange(7))).logits
+        expected.append(float((logits.argmax(1) == data.labels).sum()) * 100 / 7)
+    torch.testing.assert_close(fast.accuracy(data, chunk=3), torch.tensor(expected, dtype=torch.float64))
+
+
+def test_paper_protocol_is_the_published_recipe():
+    recipe = make_protocol("paper").recipe
+    assert (recipe.epochs, recipe.batch, recipe.lr, recipe.momentum, recipe.weight_decay) == (1000, 64, 0.01, 0.9, 5e-4)
+    assert [recipe.rate(e) for e in (0, 665, 666, 832, 833, 999)] == pytest.approx(
+        [0.01, 0.01, 0.002, 0.002, 0.0004, 0.0004]
+    )
+    assert str(recipe.augment) == "flip+color+crop|scale|rotate" and recipe.cutmix == 0.5
+    recipe = make_protocol("dsa").recipe
+    assert (recipe.batch, recipe.fresh_momentum, recipe.milestones, recipe.cutmix) == (256, True, (501,), 0.0)
+    for name in PROTOCOLS.names():
+        assert make_protocol(name).checks[-1] == make_protocol(name).recipe.epochs
+
+
+def test_bad_recipes_are_refused():
+    with pytest.raises(M3DError, match="epochs=0"):
+        make_protocol("paper", epochs=0)
+    with pytest.raises(M3DError, match="cutmix=2"):
+        Recipe(epochs=1, batch=1, lr=0.1, cutmix=2)
+    with pytest.raises(M3DError, match=r"unknown protocol 'papers'.*'paper'"):
+        make_protocol("papers")
+
+
+def test_bf16_training_stays_close_to_float32():
+    """bf16 keeps eight bits: after 6 steps the weights agree to about that."""
+    runs = []
+    for precision in ("fp32", "bf16"):
+        made = Trainer(
+            FlatNet(make_net("convnet2:width=4", SHAPE, 3)), images(), RECIPE, 1, 0, Runtime.choose("cpu", precision)
+        )
+        made.run(2)
+        runs.append(made.flat.detach())
+    assert runs[0].dtype == runs[1].dtype == torch.float32
+    assert 0 < (runs[0] - runs[1]).norm() / runs[0].norm() < 0.02
+
+
+def test_unused_module_storage_is_never_touched():
+    module = make_net("convnet2:width=4", SHAPE, 3)
+    assert isinstance(module, nn.Module)
+    assert all(p.is_meta for p in FlatNet(module).net.parameters())
