@@ -1,0 +1,119 @@
+"""What only a CUDA device can show. Skipped, saying so, without one; the log of the last run is in benchmarks/results."""
+
+import pytest
+import torch
+from conftest import make_dataset
+
+from m3d import rng
+from m3d.augment import Augment
+from m3d.engine import Interrupted, Watch, condense
+from m3d.methods import Task, make_method
+from m3d.nets import FlatNet, make_net
+from m3d.runtime import Runtime
+from m3d.store import RunFolder
+from m3d.train import Images, Recipe, Trainer
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
+]
+NET = "convnet2:width=16"
+
+
+@pytest.fixture(scope="module")
+def data():
+    return make_dataset(classes=4, per_class=40, shape=(3, 16, 16)).to("cuda")
+
+
+def run(data, runtime, name="m3d", watch=None, **options):
+    given = {"steps": 40, "batch_real": 8, "lr": 0.05, **({"factor": 2} if name == "m3d" else {}), **options}
+    method = make_method(name, Task("tiny", data.shape, data.classes, 2), given)[0]
+    return condense(method, data, FlatNet(make_net(NET, data.shape, data.classes), "cuda"), 2, 0, runtime, watch)
+
+
+def test_both_devices_draw_the_same_bits():
+    for purpose in rng.Purpose:
+        draws = [
+            rng.bits(7, purpose, torch.arange(3, device=d), torch.arange(4, device=d), 37) for d in ("cpu", "cuda")
+        ]
+        assert torch.equal(draws[0], draws[1].cpu())
+    decks = []
+    for d in ("cpu", "cuda"):
+        position = torch.arange(300, device=d).view(1, 3, 100)
+        decks.append(
+            rng.shuffled(
+                7, rng.Purpose.REAL, position, torch.arange(3, device=d), torch.tensor([17, 40, 100], device=d)
+            )
+        )
+    assert torch.equal(decks[0], decks[1].cpu())
+
+
+@pytest.mark.parametrize("name", ["m3d", "dm"])
+def test_cuda_equals_cpu(data, name):
+    """20 float32 steps with recorded graphs on CUDA against the CPU: pixels agree to 1e-3."""
+    on_gpu = run(data, Runtime.choose("cuda", "fp32"), name, steps=20, lr=0.01)
+    method = make_method(
+        name,
+        Task("tiny", data.shape, data.classes, 2),
+        {"steps": 20, "batch_real": 8, "lr": 0.01, "factor": 2 if name == "m3d" else 1},
+    )[0]
+    cpu = data.to("cpu")
+    on_cpu = condense(method, cpu, FlatNet(make_net(NET, cpu.shape, cpu.classes)), 2, 0, Runtime.choose("cpu"))
+    assert (on_gpu.pixels - on_cpu.pixels).abs().max() < 1e-3
+    assert (on_gpu.pixels - on_cpu.pixels).abs().mean() < 1e-5
+
+
+@pytest.mark.parametrize("mode", ["eager", "compile"])
+@pytest.mark.parametrize("name", ["m3d", "dm"])
+def test_deterministic_runs_are_bit_identical_and_resume(data, name, mode, tmp_path, monkeypatch):
+    runtime = Runtime.choose("cuda", "bf16", deterministic=True, step_mode=mode)
+    whole, again = run(data, runtime, name), run(data, runtime, name)
+    assert torch.equal(whole.pixels, again.pixels) and whole.losses == again.losses
+    monkeypatch.setattr("m3d.engine._REPORT_SECONDS", 0.0)
+    folder, asked = RunFolder(tmp_path), []
+
+    def stop(progress):
+        import signal
+
+        if progress.step >= 17 and not asked:
+            asked.append(1)
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(Interrupted):
+        run(data, runtime, name, Watch(report=stop, folder=folder))
+    resumed = run(data, runtime, name, Watch(folder=folder))
+    assert torch.equal(resumed.pixels, whole.pixels)
+
+
+def test_compiled_equals_eager(data):
+    """Float32, 20 steps: the compiler's fused kernels against eager ones, pixels to 2e-3."""
+    results = [
+        run(data, Runtime.choose("cuda", "fp32", step_mode=m), steps=20, lr=0.01).pixels for m in ("eager", "compile")
+    ]
+    assert (results[0] - results[1]).abs().max() < 2e-3
+
+
+def test_bf16_follows_float32(data):
+    losses = [run(data, Runtime.choose("cuda", p)).losses for p in ("fp32", "bf16")]
+    a, b = (torch.tensor(v) for v in losses)
+    assert ((a - b).abs() / a).mean() < 0.05
+
+
+@pytest.mark.parametrize("mode", ["eager", "compile"])
+def test_recorded_training_equals_the_cpu(mode):
+    """5 epochs of 3 batches (the last smaller) with recorded graphs against the CPU, float32, weights to 1e-3."""
+    recipe = Recipe(
+        5, 8, 0.05, milestones=(3,), augment=Augment(("flip", "color"), ("crop", "scale", "rotate")), cutmix=0.5
+    )
+    flats = []
+    for device in ("cpu", "cuda"):
+        generator = torch.Generator().manual_seed(0)
+        pixels, labels = torch.rand(20, 3, 16, 16, generator=generator), torch.randint(0, 4, (20,), generator=generator)
+        images = Images(pixels.to(device), labels.to(device), (0.5,) * 3, (0.2,) * 3)
+        net = FlatNet(make_net(NET, (3, 16, 16), 4), device)
+        runtime = Runtime.choose(device, "fp32", step_mode=mode if device == "cuda" else "eager")
+        with runtime.active():
+            trainer = Trainer(net, images, recipe, 3, 0, runtime)
+            trainer.run(5)
+        flats.append(trainer.flat.detach().cpu())
+    assert (flats[0] - flats[1]).norm() / flats[0].norm() < 1e-3
