@@ -129,14 +129,14 @@ def test_at_most_batch_syn_max_images_enter_a_step(tiny):
 
 def test_the_encoder_changes_every_ipm_steps(tiny):
     net = FlatNet(make_net(NET, tiny.shape, 3))
-    pool = Fresh(every=3).start(net, seed=0)
+    pool = Fresh(every=3).start(net, 0, CPU)
     seen = []
     for step in range(7):
         if pool.due(step):
             pool.draw(step)
         seen.append(pool.parameters_flat.clone())
     assert torch.equal(seen[0], seen[2]) and not torch.equal(seen[2], seen[3]) and torch.equal(seen[3], seen[5])
-    other = Fresh(every=3).start(net, seed=0)
+    other = Fresh(every=3).start(net, 0, CPU)
     other.restore(5)
     assert torch.equal(other.parameters_flat, seen[5])
 

@@ -62,7 +62,7 @@ def test_every_listed_network_builds_and_runs_flat():
     assert len(names) >= 7
     for name in names:
         net = FlatNet(make_net(name, (3, 64, 64), 5))
-        seen = net(net.fresh(0, 0, torch.tensor([0]))[0], torch.rand(2, 3, 64, 64))
+        seen = net(net.fresh(0, torch.tensor([0]), torch.tensor([0]))[0], torch.rand(2, 3, 64, 64))
         assert seen.logits.shape == (2, 5)
 
 
@@ -80,10 +80,10 @@ def test_flat_equals_module():
 
 def test_fresh_weights_follow_the_librarys_law():
     net = FlatNet(make_net("convnet3", (3, 32, 32), 10))
-    rows = net.fresh(0, 0, torch.arange(2))
+    rows = net.fresh(0, torch.tensor([0]), torch.arange(2))
     assert rows.shape == (2, net.size) and not torch.equal(rows[0], rows[1])
-    assert torch.equal(rows, net.fresh(0, 0, torch.arange(2)))
-    assert not torch.equal(rows, net.fresh(0, 1, torch.arange(2)))
+    assert torch.equal(rows, net.fresh(0, torch.tensor([0]), torch.arange(2)))
+    assert not torch.equal(rows, net.fresh(0, torch.tensor([1]), torch.arange(2)))
     mine, theirs = net.unflatten(rows[0]), dict(make_net("convnet3", (3, 32, 32), 10).named_parameters())
     assert mine.keys() == theirs.keys()
     for name, value in mine.items():
@@ -100,7 +100,7 @@ def test_fresh_weights_follow_the_librarys_law():
 
 def test_gradients_reach_the_flat_vector():
     net = FlatNet(make_net("convnet2:width=4", (1, 8, 8), 3))
-    flat = net.fresh(0, 0, torch.tensor([0]))[0].double().requires_grad_()
+    flat = net.fresh(0, torch.tensor([0]), torch.tensor([0]))[0].double().requires_grad_()
     x = torch.rand(2, 1, 8, 8).double()
     net(flat, x, torch.float64).logits.square().sum().backward()
     assert (flat.grad != 0).float().mean() > 0.9

@@ -11,6 +11,7 @@ each axis, rotation up to 15°, mirror with probability ½. Images are normalise
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -84,21 +85,27 @@ class Augment:
                 return (chosen == self.one_of.index(name)).float()
             return torch.full_like(u[:, 0], float(name in self.always))
 
-        sides = u.new_tensor([float(size[0]), float(size[1])])  # [2]
-        color = gate("color")
+        def per_axis(value: Callable[[int, int], Tensor]) -> Tensor:  # [G, 2] from (axis, side)
+            return torch.stack([value(0, size[0]), value(1, size[1])], dim=-1)
+
+        def shift(axis: int, side: int) -> Tensor:
+            reach = math.floor(side * _CROP + 0.5)
+            return torch.floor(u[:, 8 + axis] * (2 * reach + 1)) - reach
+
+        def hole(axis: int, side: int) -> Tensor:
+            centre = torch.floor(u[:, 10 + axis] * (side + 1 - _hole_side(side) % 2))
+            return centre - _hole_side(side) // 2
+
+        color, cutout, crop = gate("color"), gate("cutout"), gate("crop")
         matrix = _matrix(u[:, 4], u[:, 5:7], u[:, 7], gate("flip"), gate("scale"), gate("rotate"))
-        reach = torch.floor(sides * _CROP + 0.5)
-        shift = torch.floor(u[:, 8:10] * (2 * reach + 1)) - reach
-        hole_side = torch.floor(sides * _CUTOUT + 0.5)
-        centre = torch.floor(u[:, 10:12] * (sides + (1 - hole_side % 2)))
         return Parameters(
             brightness=color * (u[:, 1] - 0.5) * _BRIGHTNESS,
             saturation=1 + color * (u[:, 2] * _SATURATION - 1),
             contrast=1 + color * (u[:, 3] + _CONTRAST - 1),
             matrix=matrix,
-            shift=shift * gate("crop")[:, None],
-            hole=centre - torch.floor(hole_side / 2),
-            hole_side=hole_side * gate("cutout")[:, None],
+            shift=per_axis(shift) * crop[:, None],
+            hole=per_axis(hole),
+            hole_side=per_axis(lambda axis, side: cutout * _hole_side(side)),
         )
 
     def apply(self, images: Tensor, p: Parameters) -> Tensor:
@@ -111,6 +118,10 @@ class Augment:
         if "cutout" in operations:
             images = images * _keep(p, images.shape[-2], images.shape[-1])[:, None, None]
         return images
+
+
+def _hole_side(side: int) -> int:
+    return math.floor(side * _CUTOUT + 0.5)
 
 
 def _matrix(mirror: Tensor, scale: Tensor, angle: Tensor, flips: Tensor, scales: Tensor, rotates: Tensor) -> Tensor:

@@ -150,7 +150,7 @@ class _Step(nn.Module):
         mean, std = torch.tensor(data.mean, device=device), torch.tensor(data.std, device=device)
         self.synthetic = Synthetic(pixels, method.tiles, mean, std, matching.standardised)
         self.objective = copy.deepcopy(matching.objective).to(device)  # the record itself is never changed
-        self.pool = matching.pool.start(net, seed)
+        self.pool = matching.pool.start(net, seed, runtime)
         self.player = matching.player.start(self.synthetic.latent)
         decoded = pixels.shape[1] * method.tiles.cells
         self.subset = min(matching.batch_syn_max, decoded)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from m3d.errors import M3DError
 from m3d.nets.flat import FlatNet
+from m3d.runtime import Repeated, Runtime
 
 
 class LivePool(nn.Module):
@@ -32,7 +33,7 @@ class LivePool(nn.Module):
 class Pool(Protocol):
     """A recipe for encoders."""
 
-    def start(self, net: FlatNet, seed: int) -> LivePool: ...
+    def start(self, net: FlatNet, seed: int, runtime: Runtime) -> LivePool: ...
 
 
 @dataclass(frozen=True)
@@ -45,15 +46,17 @@ class Fresh:
         if self.every < 1:
             raise M3DError(f"ipm={self.every} is not valid; allowed: 1 and more")
 
-    def start(self, net: FlatNet, seed: int) -> LivePool:
-        return _FreshPool(net, seed, self.every)
+    def start(self, net: FlatNet, seed: int, runtime: Runtime) -> LivePool:
+        return _FreshPool(net, seed, self.every, runtime)
 
 
 class _FreshPool(LivePool):
-    def __init__(self, net: FlatNet, seed: int, every: int):
+    def __init__(self, net: FlatNet, seed: int, every: int, runtime: Runtime):
         super().__init__()
         self.net, self.seed, self.every = net, seed, every
         self.lane = torch.zeros(1, dtype=torch.long, device=net.base.device)
+        self.index = torch.zeros_like(self.lane)  # which encoder; read on the device by the recorded refill
+        self._refill = Repeated(self._fill, runtime)
         # A function of (seed, step) alone, so nothing of it needs to be saved.
         self.register_buffer("parameters_flat", torch.zeros_like(net.base), persistent=False)
 
@@ -63,6 +66,10 @@ class _FreshPool(LivePool):
     def restore(self, step: int) -> None:
         self.draw(step)
 
-    @torch.no_grad()
     def draw(self, step: int) -> None:
-        self.parameters_flat.copy_(self.net.fresh(self.seed, step // self.every, self.lane)[0])
+        self.index.fill_(step // self.every)
+        self._refill()
+
+    @torch.no_grad()
+    def _fill(self) -> None:
+        self.parameters_flat.copy_(self.net.fresh(self.seed, self.index, self.lane)[0])

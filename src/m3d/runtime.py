@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -78,7 +79,9 @@ class Runtime:
             matmul.allow_tf32 = False  # the Gram matrix loses too much to TF32
             cudnn.deterministic, cudnn.benchmark = self.deterministic, not self.deterministic
             torch.use_deterministic_algorithms(self.deterministic)
-            yield
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")  # left off on purpose
+                yield
         finally:
             cudnn.allow_tf32, matmul.allow_tf32, cudnn.deterministic, cudnn.benchmark = before
             torch.use_deterministic_algorithms(strict)

@@ -1,4 +1,4 @@
-"""What only a CUDA device can show. Skipped, saying so, without one; the log of the last run is in benchmarks/results."""
+"""What only a CUDA device can show. Skipped, saying so, without one; benchmarks/results keeps the last log."""
 
 import pytest
 import torch
