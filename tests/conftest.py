@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # the fused kernels run, slowly, on the CPU
 
 from m3d.data import ClassData, Dataset, load_data
 from m3d.data.classes import channel_statistics

@@ -76,7 +76,7 @@ def test_class_batched_step_equals_a_class_by_class_loop(tiny, factor):
 
         def features(x, parameters=parameters):
             x = augment.apply(((x - mean) / std)[None], parameters)[0]
-            return net(step.pool.parameters_flat, x).features
+            return net(step.pool.parameters_flat[None], x[None]).features[0]
 
         goal, own = features(real).detach(), features(Tiles(factor).decode(latent))
         kernel = Gaussian()

@@ -8,7 +8,6 @@ from torch import nn
 
 from m3d.errors import M3DError
 from m3d.nets import NETS, FlatNet, make_net
-from m3d.nets.convnet import InstanceNorm
 
 
 def reference_convnet3(channels: int, classes: int, padding: int = 1) -> nn.Sequential:
@@ -40,16 +39,6 @@ def _in_order(net, reference):
     return [p for m in (*convs, *norms, linear) for p in m.parameters()]
 
 
-def test_instance_norm_is_group_norm_with_one_channel_a_group():
-    norm, reference = InstanceNorm(6), nn.GroupNorm(6, 6)
-    with torch.no_grad():
-        for p, q in zip(norm.parameters(), reference.parameters(), strict=True):
-            q.copy_(p.normal_())
-    x = torch.randn(3, 6, 5, 5)
-    torch.testing.assert_close(norm(x), reference(x), atol=1e-5, rtol=1e-4)
-    assert norm(x.bfloat16()).dtype == torch.bfloat16
-
-
 @pytest.mark.parametrize("side", [8, 9, 16, 28, 30, 33, 64])
 @pytest.mark.parametrize("name", ["convnet1", "convnet3", "convnet:depth=2,width=16,norm=none"])
 def test_any_image_from_8_pixels_up(name, side):
@@ -62,20 +51,21 @@ def test_every_listed_network_builds_and_runs_flat():
     assert len(names) >= 7
     for name in names:
         net = FlatNet(make_net(name, (3, 64, 64), 5))
-        seen = net(net.fresh(0, torch.tensor([0]), torch.tensor([0]))[0], torch.rand(2, 3, 64, 64))
-        assert seen.logits.shape == (2, 5)
+        seen = net(net.fresh(0, torch.tensor([0]), torch.arange(2)), torch.rand(2, 3, 3, 64, 64))
+        assert seen.logits.shape == (2, 3, 5) and seen.maps == ()
 
 
-def test_flat_equals_module():
-    module = make_net("convnet2:width=8", (3, 8, 8), 4)
-    x = torch.rand(5, 3, 8, 8)
-    expected = module(x)
-    flat = torch.cat([p.detach().flatten() for p in module.parameters()])
-    seen = FlatNet(make_net("convnet2:width=8", (3, 8, 8), 4))(flat, x)
-    for mine, theirs in zip(
-        (*seen.maps, seen.features, seen.logits), (*expected.maps, expected.features, expected.logits), strict=True
-    ):
-        torch.testing.assert_close(mine, theirs)
+def test_flat_and_stacked_equal_the_module():
+    modules = [make_net("convnet2:width=8", (3, 8, 8), 4) for _ in range(3)]
+    x = torch.rand(3, 5, 3, 8, 8)
+    flat = torch.stack([torch.cat([p.detach().flatten() for p in m.parameters()]) for m in modules])
+    seen = FlatNet(make_net("convnet2:width=8", (3, 8, 8), 4))(flat, x, maps=True)
+    for r, module in enumerate(modules):
+        own = module(x[r])
+        torch.testing.assert_close(seen.features[r], own.features)
+        torch.testing.assert_close(seen.logits[r], own.logits)
+        for mine, theirs in zip(seen.maps, own.maps, strict=True):
+            torch.testing.assert_close(mine[r], theirs)
 
 
 def test_fresh_weights_follow_the_librarys_law():
@@ -84,7 +74,8 @@ def test_fresh_weights_follow_the_librarys_law():
     assert rows.shape == (2, net.size) and not torch.equal(rows[0], rows[1])
     assert torch.equal(rows, net.fresh(0, torch.tensor([0]), torch.arange(2)))
     assert not torch.equal(rows, net.fresh(0, torch.tensor([1]), torch.arange(2)))
-    mine, theirs = net.unflatten(rows[0]), dict(make_net("convnet3", (3, 32, 32), 10).named_parameters())
+    mine = {name: value[0] for name, value in net.unflatten(rows).items()}
+    theirs = dict(make_net("convnet3", (3, 32, 32), 10).named_parameters())
     assert mine.keys() == theirs.keys()
     for name, value in mine.items():
         if "norms" in name:
@@ -100,8 +91,8 @@ def test_fresh_weights_follow_the_librarys_law():
 
 def test_gradients_reach_the_flat_vector():
     net = FlatNet(make_net("convnet2:width=4", (1, 8, 8), 3))
-    flat = net.fresh(0, torch.tensor([0]), torch.tensor([0]))[0].double().requires_grad_()
-    x = torch.rand(2, 1, 8, 8).double()
+    flat = net.fresh(0, torch.tensor([0]), torch.tensor([0])).double().requires_grad_()
+    x = torch.rand(1, 2, 1, 8, 8).double()
     net(flat, x, torch.float64).logits.square().sum().backward()
     assert (flat.grad != 0).float().mean() > 0.9
 

@@ -63,8 +63,8 @@ def test_trainer_equals_a_plain_loop_with_the_same_draws(fresh_momentum):
     fast.run(8)
     for r in range(2):
         net = make_net("convnet2:width=4", SHAPE, 3)
-        views = FlatNet(make_net("convnet2:width=4", SHAPE, 3)).unflatten(start[r])
-        net.load_state_dict(views)
+        views = FlatNet(make_net("convnet2:width=4", SHAPE, 3)).unflatten(start)
+        net.load_state_dict({name: value[r] for name, value in views.items()})
         optimiser = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
         for step in range(24):
             epoch, k = divmod(step, 3)
@@ -150,7 +150,7 @@ def test_accuracy_counts():
     data = images(7, seed=3)
     expected = []
     for r in range(2):
-        logits = fast.net(fast.flat[r].detach(), data.take(torch.arange(7))).logits
+        logits = fast.net(fast.flat.detach()[r : r + 1], data.take(torch.arange(7))[None]).logits[0]
         expected.append(float((logits.argmax(1) == data.labels).sum()) * 100 / 7)
     torch.testing.assert_close(fast.accuracy(data, chunk=3), torch.tensor(expected, dtype=torch.float64))
 

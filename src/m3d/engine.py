@@ -303,7 +303,7 @@ class _Run:
 
     def _pixels(self) -> Tensor:
         """A copy on the CPU: what is judged or returned must not change with the next step."""
-        return self.state.synthetic.pixels().detach().to("cpu", copy=True)
+        return self.state.synthetic.pixels().detach().to("cpu", copy=True).clamp_(0, 1)
 
     def _judge(self) -> None:
         if self.watch.judge is None:

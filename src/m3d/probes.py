@@ -20,13 +20,15 @@ class Probe(Protocol):
 
 @dataclass(frozen=True)
 class Forward:
-    """One forward pass, all classes together: block maps, representation, logits, each [C, n, ...]."""
+    """One forward pass, all classes together: representation and logits, each [C, n, ...], and block maps if asked."""
+
+    maps: bool = False
 
     def __call__(self, net: FlatNet, flat: Tensor, batch: Batch, dtype: torch.dtype) -> Seen:
         classes, n = batch.images.shape[:2]
-        seen = net(flat, batch.images.flatten(0, 1), dtype)
+        seen = net(flat[None], batch.images.flatten(0, 1)[None], dtype, self.maps)
 
         def by_class(x: Tensor) -> Tensor:
-            return x.reshape(classes, n, *x.shape[1:])
+            return x[0].reshape(classes, n, *x.shape[2:])
 
         return Seen(tuple(map(by_class, seen.maps)), by_class(seen.features), by_class(seen.logits))

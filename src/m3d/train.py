@@ -7,7 +7,6 @@ networks is one recorded graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -87,10 +86,6 @@ class Trainer:
         self.uniforms = torch.zeros(block, repeats, self.batch, UNIFORMS, device=device)
         self.mix = torch.zeros(block, repeats, 4, device=device)
         self.partner = torch.zeros(block, repeats, self.batch, dtype=torch.long, device=device)
-        compiles = runtime.compiles(recipe.epochs * self.steps_per_epoch)
-        self._loss: Callable[..., Tensor] = (
-            torch.compile(self._network_loss, dynamic=False) if compiles else self._network_loss
-        )
         self._steps: dict[int, Repeated] = {}  # by batch size: the last batch of an epoch may be smaller
 
     def run(self, until: int) -> None:
@@ -133,10 +128,7 @@ class Trainer:
     def _step(self, size: int) -> None:
         """One SGD step of every network on its own batch of ``size`` images."""
         images, labels, other, share = self._batch(size)
-        losses = [
-            self._loss(row, images[r], labels[r], other[r], share[r]) for r, row in enumerate(self.flat.unbind(0))
-        ]
-        (gradient,) = torch.autograd.grad(torch.stack(losses).sum(), self.flat)
+        (gradient,) = torch.autograd.grad(self._loss(images, labels, other, share).sum(), self.flat)
         with torch.no_grad():
             gradient = gradient.add(self.flat, alpha=self.recipe.weight_decay)
             self.velocity.mul_(self.recipe.momentum).add_(gradient)
@@ -159,9 +151,11 @@ class Trainer:
         images, share = cutmix(images, partner, pick(self.mix, self.slot), self.recipe.cutmix)
         return images, labels, labels.gather(1, partner), share
 
-    def _network_loss(self, flat: Tensor, images: Tensor, labels: Tensor, other: Tensor, share: Tensor) -> Tensor:
-        logits = self.net(flat, images, self.runtime.dtype).logits.float()
-        first, second = (functional.cross_entropy(logits, target) for target in (labels, other))
+    def _loss(self, images: Tensor, labels: Tensor, other: Tensor, share: Tensor) -> Tensor:
+        """[R]: each network's mean cross-entropy on its own batch."""
+        logits = self.net(self.flat, images, self.runtime.dtype).logits  # [R, b, K]
+        scores = functional.log_softmax(logits, dim=-1)
+        first, second = (-scores.gather(2, target[..., None]).mean((1, 2)) for target in (labels, other))
         return first * share + second * (1 - share)
 
     @torch.no_grad()
@@ -172,7 +166,8 @@ class Trainer:
             index = torch.arange(first, min(first + chunk, len(test)), device=self.flat.device)
             images, labels = test.take(index), test.labels[index]
             for r in range(self.repeats):
-                right[r] += (self.net(self.flat[r], images, self.runtime.dtype).logits.argmax(1) == labels).sum()
+                logits = self.net(self.flat[r : r + 1], images[None], self.runtime.dtype).logits[0]
+                right[r] += (logits.argmax(1) == labels).sum()
         return right.double() * (100 / len(test))
 
 

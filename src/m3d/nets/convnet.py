@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
@@ -9,32 +11,28 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from m3d.errors import M3DError
+from m3d.nets.flat import Stackable
 from m3d.types import Seen
 
+NormName = Literal["instance", "none"]
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
 
-class InstanceNorm(nn.Module):
-    """Every channel of every image to mean 0 and variance 1, then an affine map: GroupNorm(C, C) by ``var_mean``.
 
-    Written out because it fuses with its neighbours where GroupNorm does not; statistics are always float32.
-    """
+class Affine(nn.Module):
+    """Gain and shift of a normalisation."""
 
-    def __init__(self, channels: int, eps: float = 1e-5):
+    def __init__(self, channels: int):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(channels))
         self.bias = nn.Parameter(torch.zeros(channels))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x.float()
-        var, mean = torch.var_mean(y, dim=(2, 3), keepdim=True, correction=0)
-        gain = torch.rsqrt(var + self.eps) * self.weight[:, None, None]
-        return ((y - mean) * gain + self.bias[:, None, None]).to(x.dtype)
 
 
-class ConvNet(nn.Module):
+class ConvNet(Stackable):
     """``depth`` × [3×3 convolution → norm → ReLU → 2×2 average pooling] → linear.
 
-    28×28 images are padded to 32×32 by the first convolution (padding 3), as in the published experiments.
+    28×28 images are padded to 32×32 by the first convolution (padding 3), as in the published experiments. Many
+    networks run side by side (``stacked``); one network is the case R = 1. Convolutions compute in the given precision,
+    norms, pooling and the classifier always in float32.
     """
 
     def __init__(
@@ -44,29 +42,93 @@ class ConvNet(nn.Module):
         channels, height, side = shape
         if depth < 1 or width < 1:
             raise M3DError(f"convnet: depth={depth}, width={width} is not valid; allowed: 1 and more")
-        self.first_padding = 3 if (height, side) == (28, 28) else 1
-        grown = 2 * (self.first_padding - 1)
-        height, side = (height + grown) >> depth, (side + grown) >> depth
-        if min(height, side) < 1:
+        self.paddings = [3 if (height, side) == (28, 28) else 1] + [1] * (depth - 1)
+        grown = 2 * (self.paddings[0] - 1)
+        self.sizes = [((height + grown) >> k, (side + grown) >> k) for k in range(depth + 1)]  # of each block's maps
+        if min(self.sizes[-1]) < 1:
             raise M3DError(
                 f"convnet{depth} halves an image {depth} times: {shape[1]}×{shape[2]} is too small; "
                 f"allowed: at least {2**depth}×{2**depth}, or a smaller depth"
             )
         widths = [channels] + [width] * depth
-        self.convs = nn.ModuleList(
-            nn.Conv2d(widths[i], width, 3, padding=self.first_padding if i == 0 else 1) for i in range(depth)
-        )
-        self.norms = nn.ModuleList(InstanceNorm(width) if norm == "instance" else nn.Identity() for _ in range(depth))
-        self.classifier = nn.Linear(width * height * side, classes)
+        self.convs = nn.ModuleList(nn.Conv2d(widths[k], width, 3, padding=self.paddings[k]) for k in range(depth))
+        self.norms = nn.ModuleList(Affine(width) for _ in range(depth if norm == "instance" else 0))
+        self.classifier = nn.Linear(width * self.sizes[-1][0] * self.sizes[-1][1], classes)
+        self.fused = self._fits()  # whether to use the fused kernels where they run; set to False to compare
 
     def forward(self, images: Tensor) -> Seen:
-        maps, x = [], images
-        for conv, norm in zip(self.convs, self.norms, strict=True):
-            x = functional.relu(norm(conv(x)))
-            maps.append(x)
-            x = functional.avg_pool2d(x, 2)
-        features = x.flatten(1)
-        return Seen(tuple(maps), features, self.classifier(features))
+        """What this network sees in ``images`` [n, ch, h, w]."""
+        own = {name: p[None] for name, p in self.named_parameters()}
+        maps, features, logits = self.stacked(own, images[None], images.dtype, maps=True)
+        return Seen(tuple(m[0] for m in maps), features[0], logits[0])
+
+    def stacked(self, p: Mapping[str, Tensor], images: Tensor, dtype: torch.dtype, maps: bool = False) -> Seen:
+        """What R networks, with parameters ``p`` [R, ...], see in ``images`` [R, n, ch, h, w]; block maps if asked."""
+        if self.fused and not maps and images.is_cuda:
+            return self._fused(p, images, dtype)
+        seen, x = [], images
+        for k in range(len(self.convs)):
+            y = _convolve(x, p[f"convs.{k}.weight"], p[f"convs.{k}.bias"], self.paddings[k], dtype)
+            y = torch.relu(self._normalise(y, p, k))
+            seen.append(y)
+            x = functional.avg_pool2d(y.flatten(0, 1), 2).unflatten(0, y.shape[:2])
+        return self._classify(p, x.flatten(2), tuple(seen) if maps else ())
+
+    def _normalise(self, y: Tensor, p: Mapping[str, Tensor], k: int) -> Tensor:
+        """Every channel of every image to mean 0 and variance 1, then an affine map: GroupNorm with groups of one."""
+        y = y if y.dtype == torch.float64 else y.float()
+        if not self.norms:
+            return y
+        var, mean = torch.var_mean(y, dim=(3, 4), keepdim=True, correction=0)
+        gain, shift = (p[f"norms.{k}.{name}"][:, None, :, None, None] for name in ("weight", "bias"))
+        return (y - mean) * (torch.rsqrt(var + 1e-5) * gain) + shift
+
+    def _classify(self, p: Mapping[str, Tensor], features: Tensor, maps: tuple[Tensor, ...]) -> Seen:
+        weight, bias = p["classifier.weight"], p["classifier.bias"]
+        return Seen(maps, features, torch.baddbmm(bias[:, None], features, weight.mT))
+
+    def _fits(self) -> bool:
+        if not _HAS_TRITON or not self.norms:
+            return False
+        from m3d.nets.fused_norm import norm_fits
+        from m3d.nets.fused_stem import stem_fits
+
+        width, inputs = self.convs[0].out_channels, self.convs[0].in_channels
+        assert isinstance(width, int) and isinstance(inputs, int)
+        later = all(norm_fits(h, w, width) for h, w in self.sizes[1:-1])
+        return stem_fits(*self.sizes[0], inputs, width) and later
+
+    def _fused(self, p: Mapping[str, Tensor], images: Tensor, dtype: torch.dtype) -> Seen:
+        """The same through the fused kernels; activations are [R·n, h, w, c]."""
+        from m3d.nets.fused_norm import norm_relu_pool
+        from m3d.nets.fused_stem import stem
+
+        last, nets = len(self.convs) - 1, len(images)
+
+        def affine(k: int) -> tuple[Tensor, Tensor]:
+            return p[f"norms.{k}.weight"], p[f"norms.{k}.bias"]
+
+        x = stem(images.flatten(0, 1), p["convs.0.weight"], *affine(0), self.paddings[0], dtype)
+        for k in range(1, last + 1):
+            y = _convolve_channels_last(x, p[f"convs.{k}.weight"], dtype)
+            x = norm_relu_pool(y, *affine(k), torch.float32 if k == last else dtype)
+        features = x.permute(0, 3, 1, 2).flatten(1).float()
+        return self._classify(p, features.view(nets, -1, features.shape[1]), ())
 
 
-NormName = Literal["instance", "none"]
+def _convolve(x: Tensor, weight: Tensor, bias: Tensor, padding: int, dtype: torch.dtype) -> Tensor:
+    """[R, n, o, h, w]: one convolution per network."""
+    parts = [
+        functional.conv2d(images.to(dtype), w.to(dtype), b.to(dtype), padding=padding)
+        for images, w, b in zip(x.unbind(0), weight.unbind(0), bias.unbind(0), strict=True)
+    ]
+    return parts[0][None] if len(parts) == 1 else torch.stack(parts)
+
+
+def _convolve_channels_last(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """[R·n, h, w, o] from ``x`` [R·n, h, w, c]; without bias, which the following norm would remove."""
+    parts = [
+        functional.conv2d(images.permute(0, 3, 1, 2), w.to(dtype), padding=1).permute(0, 2, 3, 1)
+        for images, w in zip(x.chunk(len(weight)), weight.unbind(0), strict=True)
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

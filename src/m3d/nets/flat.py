@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import math
-from typing import cast
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from m3d import rng
 from m3d.errors import M3DError
 from m3d.types import Seen
+
+
+class Stackable(nn.Module):
+    """A network that can run many copies of itself side by side: the contract of everything in ``m3d.nets``."""
+
+    def stacked(self, p: Mapping[str, Tensor], images: Tensor, dtype: torch.dtype, maps: bool = False) -> Seen:
+        """What R networks, with parameters ``p`` [R, ...], see in ``images`` [R, n, ch, h, w]; block maps if asked."""
+        raise NotImplementedError(f"{type(self).__name__} must define stacked(p, images, dtype, maps)")
 
 
 class FlatNet:
@@ -22,10 +29,10 @@ class FlatNet:
     built.
     """
 
-    def __init__(self, net: nn.Module, device: torch.device | str = "cpu"):
+    def __init__(self, net: Stackable, device: torch.device | str = "cpu"):
         if any(True for _ in net.buffers()):
             raise M3DError(f"{type(net).__name__} has buffers (running statistics); only parameters can be kept flat")
-        self.net = net.to("meta")  # the module is only a recipe: its own storage is never used
+        self.net: Stackable = net.to("meta")  # the module is only a recipe: its own storage is never used
         self.names = [name for name, _ in net.named_parameters()]
         self.shapes = [p.shape for _, p in net.named_parameters()]
         self.sizes = [s.numel() for s in self.shapes]
@@ -43,14 +50,13 @@ class FlatNet:
         return self.base + self.spread * (2 * u - 1)
 
     def unflatten(self, flat: Tensor) -> dict[str, Tensor]:
-        """Named views of ``flat`` [P]; gradients flow back into it through one split."""
-        parts = flat.split(self.sizes)
-        return {n: part.view(s) for n, part, s in zip(self.names, parts, self.shapes, strict=True)}
+        """Named views [R, ...] of ``flat`` [R, P]; gradients flow back into it through one split."""
+        parts = flat.split(self.sizes, dim=1)
+        return {n: part.view(len(flat), *s) for n, part, s in zip(self.names, parts, self.shapes, strict=True)}
 
-    def __call__(self, flat: Tensor, images: Tensor, dtype: torch.dtype = torch.float32) -> Seen:
-        """What the network with parameters ``flat`` [P] sees in ``images`` [n, ch, h, w], computed in ``dtype``."""
-        parameters = self.unflatten(flat.to(dtype))
-        return cast(Seen, functional_call(self.net, parameters, (images.to(dtype),)))
+    def __call__(self, flat: Tensor, images: Tensor, dtype: torch.dtype = torch.float32, maps: bool = False) -> Seen:
+        """What R networks ``flat`` [R, P] see in ``images`` [R, n, ch, h, w]; convolutions compute in ``dtype``."""
+        return self.net.stacked(self.unflatten(flat), images, dtype, maps)
 
 
 def _initial_law(net: nn.Module) -> tuple[Tensor, Tensor]:

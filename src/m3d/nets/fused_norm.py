@@ -1,0 +1,182 @@
+"""Instance norm, ReLU and 2×2 average pooling as one Triton kernel, forward and backward.
+
+The convolution's output is read once and a quarter of it written; everything in between is float32. Activations are
+[N, h, w, c], N images of R networks, N / R each, so one launch serves all networks that are trained side by side. The
+plain PyTorch path of ``m3d.nets.convnet`` computes the same function; tests compare the two.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+EPS = 1e-5
+_MOST_POOLED = 256  # pooled pixels of an image that the norm kernel keeps in registers: 32×32 maps and smaller
+
+
+def norm_fits(height: int, width: int, channels: int) -> bool:
+    """Whether ``norm_relu_pool`` takes maps of this size."""
+    pooled = (height // 2) * (width // 2)
+    return height % 2 == 0 and width % 2 == 0 and 0 < pooled <= _MOST_POOLED and channels % 16 == 0
+
+
+@triton.jit
+def _norm_forward(
+    y_ptr, gain_ptr, shift_ptr, out_ptr, mean_ptr, rstd_ptr,
+    per_net, height, width, channels, eps,
+    Q: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """One image, BC channels: mean and variance over all pixels, then norm, ReLU and the mean of each 2×2 square."""
+    image = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * BC + tl.arange(0, BC)
+    half = width // 2
+    q = tl.arange(0, Q)
+    inside = (q < (height // 2) * half)[:, None] & (channel < channels)[None, :]
+    corner = ((q // half) * 2 * width + (q % half) * 2)[:, None] * channels + channel[None, :]
+    base = y_ptr + image * height * width * channels
+    a = tl.load(base + corner, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(base + corner + channels, mask=inside, other=0.0).to(tl.float32)
+    c = tl.load(base + corner + width * channels, mask=inside, other=0.0).to(tl.float32)
+    d = tl.load(base + corner + (width + 1) * channels, mask=inside, other=0.0).to(tl.float32)
+    pixels = height * width
+    mean = tl.sum(a + b + c + d, axis=0) / pixels
+    a, b, c, d = a - mean[None, :], b - mean[None, :], c - mean[None, :], d - mean[None, :]
+    squares = tl.where(inside, a * a + b * b + c * c + d * d, 0.0)
+    rstd = 1.0 / tl.sqrt(tl.sum(squares, axis=0) / pixels + eps)
+    net = image // per_net
+    gain = tl.load(gain_ptr + net * channels + channel, mask=channel < channels, other=0.0)
+    shift = tl.load(shift_ptr + net * channels + channel, mask=channel < channels, other=0.0)
+    scale = (gain * rstd)[None, :]
+    total = tl.maximum(a * scale + shift[None, :], 0.0) + tl.maximum(b * scale + shift[None, :], 0.0)
+    total += tl.maximum(c * scale + shift[None, :], 0.0) + tl.maximum(d * scale + shift[None, :], 0.0)
+    place = (image * (height // 2) * half + q[:, None]) * channels + channel[None, :]
+    tl.store(out_ptr + place, (total * 0.25).to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(mean_ptr + image * channels + channel, mean, mask=channel < channels)
+    tl.store(rstd_ptr + image * channels + channel, rstd, mask=channel < channels)
+
+
+@triton.jit
+def _through_relu(value, mean, rstd, gain, shift, gradient):
+    """(normalised value, gradient that passes the ReLU)."""
+    hat = (value - mean[None, :]) * rstd[None, :]
+    return hat, tl.where(hat * gain[None, :] + shift[None, :] > 0, gradient, 0.0)
+
+
+@triton.jit
+def _norm_backward(
+    grad_ptr, y_ptr, mean_ptr, rstd_ptr, gain_ptr, shift_ptr, out_ptr, dgain_ptr, dshift_ptr,
+    per_net, height, width, channels,
+    Q: tl.constexpr, BC: tl.constexpr,
+):  # fmt: skip
+    """The reverse: gradients of the convolution's output, and of gain and shift for each image."""
+    image = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * BC + tl.arange(0, BC)
+    known = channel < channels
+    half = width // 2
+    q = tl.arange(0, Q)
+    inside = (q < (height // 2) * half)[:, None] & known[None, :]
+    corner = ((q // half) * 2 * width + (q % half) * 2)[:, None] * channels + channel[None, :]
+    base = image * height * width * channels + corner
+    place = (image * (height // 2) * half + q[:, None]) * channels + channel[None, :]
+    incoming = tl.load(grad_ptr + place, mask=inside, other=0.0).to(tl.float32) * 0.25
+    net = image // per_net
+    gain = tl.load(gain_ptr + net * channels + channel, mask=known, other=0.0)
+    shift = tl.load(shift_ptr + net * channels + channel, mask=known, other=0.0)
+    mean = tl.load(mean_ptr + image * channels + channel, mask=known, other=0.0)
+    rstd = tl.load(rstd_ptr + image * channels + channel, mask=known, other=0.0)
+    a = tl.load(y_ptr + base, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(y_ptr + base + channels, mask=inside, other=0.0).to(tl.float32)
+    c = tl.load(y_ptr + base + width * channels, mask=inside, other=0.0).to(tl.float32)
+    d = tl.load(y_ptr + base + (width + 1) * channels, mask=inside, other=0.0).to(tl.float32)
+    a, ga = _through_relu(a, mean, rstd, gain, shift, incoming)
+    b, gb = _through_relu(b, mean, rstd, gain, shift, incoming)
+    c, gc = _through_relu(c, mean, rstd, gain, shift, incoming)
+    d, gd = _through_relu(d, mean, rstd, gain, shift, incoming)
+    dshift = tl.sum(ga + gb + gc + gd, axis=0)
+    dgain = tl.sum(ga * a + gb * b + gc * c + gd * d, axis=0)
+    tl.store(dshift_ptr + image * channels + channel, dshift, mask=known)
+    tl.store(dgain_ptr + image * channels + channel, dgain, mask=known)
+    level, slope, scale = dshift / (height * width), dgain / (height * width), gain * rstd
+    kind = out_ptr.dtype.element_ty
+    tl.store(out_ptr + base, ((ga - level[None, :] - a * slope[None, :]) * scale[None, :]).to(kind), mask=inside)
+    tl.store(
+        out_ptr + base + channels, ((gb - level[None, :] - b * slope[None, :]) * scale[None, :]).to(kind), mask=inside
+    )
+    low = out_ptr + base + width * channels
+    tl.store(low, ((gc - level[None, :] - c * slope[None, :]) * scale[None, :]).to(kind), mask=inside)
+    tl.store(low + channels, ((gd - level[None, :] - d * slope[None, :]) * scale[None, :]).to(kind), mask=inside)
+
+
+def _norm_blocks(height: int, width: int, channels: int) -> tuple[int, int, int]:
+    """(pooled pixels rounded up, channels per program, warps): about 32 thousand values in registers."""
+    q = triton.next_power_of_2((height // 2) * (width // 2))
+    bc = min(triton.next_power_of_2(channels), max(16, 8192 // q), 128)
+    return q, bc, 8 if q * bc >= 4096 else 4
+
+
+@torch.library.custom_op("m3d::norm_relu_pool", mutates_args=())
+def _norm_op(y: Tensor, gain: Tensor, shift: Tensor, out_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    n, height, width, channels = y.shape
+    out = y.new_empty(n, height // 2, width // 2, channels, dtype=out_dtype)
+    mean, rstd = (y.new_empty(n, channels, dtype=torch.float32) for _ in range(2))
+    q, bc, warps = _norm_blocks(height, width, channels)
+    _norm_forward[(n, triton.cdiv(channels, bc))](
+        y, gain, shift, out, mean, rstd, n // len(gain), height, width, channels, EPS, Q=q, BC=bc, num_warps=warps
+    )
+    return out, mean, rstd
+
+
+@_norm_op.register_fake
+def _(y: Tensor, gain: Tensor, shift: Tensor, out_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    n, height, width, channels = y.shape
+    out = y.new_empty(n, height // 2, width // 2, channels, dtype=out_dtype)
+    return out, y.new_empty(n, channels, dtype=torch.float32), y.new_empty(n, channels, dtype=torch.float32)
+
+
+@torch.library.custom_op("m3d::norm_relu_pool_backward", mutates_args=())
+def _norm_backward_op(
+    grad: Tensor, y: Tensor, mean: Tensor, rstd: Tensor, gain: Tensor, shift: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    n, height, width, channels = y.shape
+    out = torch.empty_like(y)
+    dgain, dshift = torch.empty_like(mean), torch.empty_like(mean)
+    q, bc, warps = _norm_blocks(height, width, channels)
+    _norm_backward[(n, triton.cdiv(channels, bc))](
+        grad.contiguous(), y, mean, rstd, gain, shift, out, dgain, dshift,
+        n // len(gain), height, width, channels, Q=q, BC=bc, num_warps=warps,
+    )  # fmt: skip
+    return out, dgain, dshift
+
+
+@_norm_backward_op.register_fake
+def _(
+    grad: Tensor, y: Tensor, mean: Tensor, rstd: Tensor, gain: Tensor, shift: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(y), torch.empty_like(mean), torch.empty_like(mean)
+
+
+def _remember(
+    ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, torch.dtype], output: tuple[Tensor, Tensor, Tensor]
+) -> None:
+    y, gain, shift, _ = inputs
+    ctx.save_for_backward(y, output[1], output[2], gain, shift)
+
+
+def _differentiate(ctx: Any, grad: Tensor, _mean: Tensor, _rstd: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    y, mean, rstd, gain, shift = ctx.saved_tensors
+    dy, dgain, dshift = _norm_backward_op(grad, y, mean, rstd, gain, shift)
+    nets = (len(gain), -1, gain.shape[1])
+    return dy, dgain.view(nets).sum(1), dshift.view(nets).sum(1), None
+
+
+_norm_op.register_autograd(_differentiate, setup_context=_remember)
+
+
+def norm_relu_pool(y: Tensor, gain: Tensor, shift: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """[N, h/2, w/2, c] from a convolution's output ``y`` [N, h, w, c]; ``gain`` and ``shift`` [R, c] float32."""
+    out: Tensor = _norm_op(y.contiguous(), gain.contiguous(), shift.contiguous(), out_dtype)[0]
+    return out

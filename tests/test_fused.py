@@ -1,0 +1,113 @@
+"""The fused kernels against the plain path, values and gradients. Without a GPU they run in Triton's interpreter."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+pytest.importorskip("triton", reason="Triton is not installed (the dev extra has it)")
+
+from m3d.nets import FlatNet, make_net
+from m3d.nets.fused_norm import norm_fits, norm_relu_pool
+from m3d.nets.fused_stem import stem, stem_fits
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def tensor(*shape, seed=0, scale=1.0, offset=0.0):
+    values = torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale + offset
+    return values.to(DEVICE).requires_grad_()
+
+
+def naive_norm(y, gain, shift):
+    """Norm, ReLU and pooling of ``y`` [N, h, w, c] by the library's own functions."""
+    n = len(y) // len(gain)
+    out = []
+    for k, picture in enumerate(y.permute(0, 3, 1, 2)):
+        z = functional.group_norm(picture[None], picture.shape[0], gain[k // n], shift[k // n], 1e-5)
+        out.append(functional.avg_pool2d(functional.relu(z), 2)[0])
+    return torch.stack(out).permute(0, 2, 3, 1)
+
+
+def agree(mine, naive, inputs, tolerance=2e-5):
+    """Relative error of the value and of the gradient for each input."""
+    direction = torch.randn(naive.shape, generator=torch.Generator().manual_seed(9)).to(DEVICE)
+    gradients = [torch.autograd.grad((value * direction).sum(), inputs, retain_graph=True) for value in (mine, naive)]
+    for a, b in zip((mine, *gradients[0]), (naive, *gradients[1]), strict=True):
+        assert torch.isfinite(a).all()
+        assert (a - b).norm() <= tolerance * b.norm()
+
+
+@pytest.mark.parametrize(
+    ("nets", "n", "h", "w", "c"), [(1, 2, 8, 8, 16), (3, 2, 4, 6, 32), (2, 1, 2, 2, 48), (1, 1, 32, 32, 16)]
+)
+def test_norm_relu_pool(nets, n, h, w, c):
+    inputs = (
+        tensor(nets * n, h, w, c, offset=0.7),
+        tensor(nets, c, seed=1, scale=0.3, offset=1),
+        tensor(nets, c, seed=2),
+    )
+    agree(norm_relu_pool(*inputs, torch.float32), naive_norm(*inputs), inputs)
+
+
+@pytest.mark.parametrize(
+    ("nets", "n", "channels", "h", "w", "padding"),
+    [(1, 2, 3, 8, 8, 1), (2, 2, 1, 8, 8, 1), (2, 1, 3, 16, 16, 1), (1, 1, 1, 28, 28, 3), (1, 1, 2, 6, 10, 1)],
+)
+def test_stem(nets, n, channels, h, w, padding):
+    x, weight = tensor(nets * n, channels, h, w), tensor(nets, 16, channels, 3, 3, seed=1, scale=0.2)
+    gain, shift = tensor(nets, 16, seed=2, scale=0.3, offset=1), tensor(nets, 16, seed=3)
+    y = torch.cat([functional.conv2d(x[r * n : (r + 1) * n], weight[r], padding=padding) for r in range(nets)])
+    naive = naive_norm(y.permute(0, 2, 3, 1), gain, shift)
+    agree(stem(x, weight, gain, shift, padding, torch.float32), naive, (x, weight, gain, shift))
+    agree(
+        stem(x, weight.detach(), gain.detach(), shift.detach(), padding, torch.float32), naive, (x,)
+    )  # frozen weights
+
+
+def test_which_sizes_fit():
+    assert norm_fits(32, 32, 128) and norm_fits(2, 2, 16)
+    assert not norm_fits(64, 64, 128) and not norm_fits(7, 8, 128) and not norm_fits(8, 8, 24)
+    assert stem_fits(224, 224, 3, 128) and not stem_fits(32, 32, 4, 128) and not stem_fits(32, 32, 3, 256)
+    assert not stem_fits(31, 32, 3, 128) and not stem_fits(32, 32, 3, 8)
+    assert make_net("convnet3", (3, 32, 32), 10).fused and make_net("convnet3", (1, 28, 28), 10).fused
+    assert not make_net("convnet3:norm=none", (3, 32, 32), 10).fused and not make_net("convnet3", (3, 36, 36), 10).fused
+
+
+_BF16 = pytest.param(
+    torch.bfloat16,
+    4e-2,
+    marks=pytest.mark.skipif(DEVICE == "cpu", reason="Triton's interpreter cannot multiply bf16 matrices"),
+)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), _BF16])
+@pytest.mark.parametrize("nets", [1, 2])
+def test_a_whole_network(nets, dtype, tolerance):
+    """Representation, logits, and gradients of images and parameters; bf16 to the eight bits it keeps."""
+    net = FlatNet(make_net("convnet2:width=16", (3, 8, 8), 4), DEVICE)
+    flat = net.fresh(0, torch.tensor([0], device=DEVICE), torch.arange(nets, device=DEVICE)).requires_grad_()
+    x = tensor(nets, 3, 3, 8, 8)
+    fast = net.net._fused(net.unflatten(flat), x, dtype)
+    net.net.fused = False
+    plain = net(flat, x, torch.float32)
+    gradients = []
+    for seen in (fast, plain):
+        loss = (seen.features.square().sum((1, 2)) + seen.logits.square().sum((1, 2))).sum()
+        gradients.append((seen.features, seen.logits, *torch.autograd.grad(loss, (x, flat))))
+    for a, b in zip(*gradients, strict=True):
+        assert (a - b).norm() <= tolerance * b.norm()
+
+
+def test_the_fused_ops_trace_into_one_graph():
+    net = FlatNet(make_net("convnet2:width=16", (3, 8, 8), 4), DEVICE)
+    flat = net.fresh(0, torch.tensor([0], device=DEVICE), torch.arange(2, device=DEVICE)).requires_grad_()
+    x = tensor(2, 3, 3, 8, 8)
+
+    def loss(flat, x):
+        return net.net._fused(net.unflatten(flat), x, torch.float32).logits.square().sum()
+
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    for a, b in zip(
+        torch.autograd.grad(loss(flat, x), (flat, x)), torch.autograd.grad(compiled(flat, x), (flat, x)), strict=True
+    ):
+        torch.testing.assert_close(a, b)
