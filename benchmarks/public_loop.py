@@ -19,7 +19,12 @@ def make_network(classes: int, channels: int = 3) -> nn.Module:
     """ConvNet-3 from the library's layers, GroupNorm as instance norm."""
     layers: list[nn.Module] = []
     for k in range(3):
-        layers += [nn.Conv2d(channels if k == 0 else 128, 128, 3, padding=1), nn.GroupNorm(128, 128), nn.ReLU(), nn.AvgPool2d(2)]
+        layers += [
+            nn.Conv2d(channels if k == 0 else 128, 128, 3, padding=1),
+            nn.GroupNorm(128, 128),
+            nn.ReLU(),
+            nn.AvgPool2d(2),
+        ]
     return nn.Sequential(nn.Sequential(*layers), nn.Flatten(), nn.Linear(2048, classes))
 
 
@@ -66,7 +71,10 @@ def augment(x: Tensor, siamese: bool = True) -> Tensor:
 def crop(x: Tensor, shift: Tensor) -> Tensor:
     n, _, h, w = x.shape
     batch, rows, columns = torch.meshgrid(
-        torch.arange(n, device=x.device), torch.arange(h, device=x.device), torch.arange(w, device=x.device), indexing="ij"
+        torch.arange(n, device=x.device),
+        torch.arange(h, device=x.device),
+        torch.arange(w, device=x.device),
+        indexing="ij",
     )
     rows = torch.clamp(rows + shift[:, 0].view(-1, 1, 1) + 1, 0, h + 1)
     columns = torch.clamp(columns + shift[:, 1].view(-1, 1, 1) + 1, 0, w + 1)
@@ -125,7 +133,9 @@ class PublicCondenser:
         return total / self.classes
 
 
-def public_epoch(net: nn.Module, optimiser: torch.optim.Optimizer, images: list[Tensor], labels: list[int], mean: Tensor, std: Tensor) -> float:
+def public_epoch(
+    net: nn.Module, optimiser: torch.optim.Optimizer, images: list[Tensor], labels: list[int], mean: Tensor, std: Tensor
+) -> float:
     """One epoch of the public evaluation: images collated one by one, CutMix, loss and accuracy fetched every batch."""
     device, total = mean.device, 0.0
     order = torch.randperm(len(images)).tolist()
@@ -141,7 +151,9 @@ def public_epoch(net: nn.Module, optimiser: torch.optim.Optimizer, images: list[
             x[:, :, top:bottom, left:right] = x[partner, :, top:bottom, left:right]
             share = 1 - (bottom - top) * (right - left) / (x.shape[-1] * x.shape[-2])
             output = net(x)
-            loss = functional.cross_entropy(output, y) * share + functional.cross_entropy(output, y[partner]) * (1 - share)
+            loss = functional.cross_entropy(output, y) * share + functional.cross_entropy(output, y[partner]) * (
+                1 - share
+            )
         else:
             output = net(x)
             loss = functional.cross_entropy(output, y)

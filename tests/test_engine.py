@@ -64,7 +64,7 @@ def test_class_batched_step_equals_a_class_by_class_loop(tiny, factor):
     step = _Step(method, method.matching, tiny, net, pixels, 0, CPU)
     step.refill(0)
     step.pool.draw(0)
-    loss = step.loss(step.real_index[0], step.syn_index[0], step.uniforms[0])
+    loss = step.loss(step.lanes, step.real_index[0], step.syn_index[0], step.uniforms[0])
     (gradient,) = torch.autograd.grad(loss.sum(), step.synthetic.latent)
     mean, std = (torch.tensor(v)[:, None, None] for v in (tiny.mean, tiny.std))
     augment = method.matching.augment
@@ -85,6 +85,23 @@ def test_class_batched_step_equals_a_class_by_class_loop(tiny, factor):
         (alone,) = torch.autograd.grad(value, latent)
         torch.testing.assert_close(loss[c], value, atol=1e-5, rtol=1e-4)
         torch.testing.assert_close(gradient[c], alone, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("chunk", [1, 2])
+def test_chunks_of_classes_are_exact(tiny, chunk):
+    """Any chunk size gives the step of all classes together, to rounding."""
+    method = method_of(tiny, 2)
+    net = FlatNet(make_net(NET, tiny.shape, 3))
+    results = []
+    for size in (3, chunk):
+        step = _Step(method, method.matching, tiny, net, method.tiles.encode(method.init(tiny, 8, 0)), 0, CPU)
+        step.chunk = size
+        step.refill(0)
+        step.pool.draw(0)
+        for _ in range(3):
+            step.advance()
+        results.append((step.synthetic.latent.detach(), step.losses[:3]))
+    torch.testing.assert_close(results[0], results[1], atol=1e-6, rtol=1e-5)
 
 
 def test_linear_m3d_is_dm(tiny):
@@ -313,7 +330,7 @@ def test_compiled_step_equals_eager_in_one_graph(tiny):
     compiled = torch.compile(step.loss, backend="aot_eager", fullgraph=True, dynamic=False)
     for k in range(3):
         step.pool.draw(k)
-        draws = (step.real_index[k], step.syn_index[k], step.uniforms[k])
+        draws = (step.lanes, step.real_index[k], step.syn_index[k], step.uniforms[k])
         values = []
         for loss in (step.loss, compiled):
             with torch._dynamo.config.patch(error_on_recompile=k > 0):

@@ -36,6 +36,7 @@ from m3d.types import Batch
 
 BLOCK = 64  # steps whose draws are made together, and whose losses wait together on the device
 _REPORT_SECONDS = 0.5
+_CPU_MAPS = 2**26  # bytes
 
 
 @dataclass(frozen=True)
@@ -162,8 +163,9 @@ class _Step(nn.Module):
         self.syn_index = torch.zeros(BLOCK, classes, self.subset, dtype=torch.long, device=device)
         self.uniforms = torch.zeros(BLOCK, classes, UNIFORMS, device=device)
         self.losses = torch.zeros(BLOCK, classes, device=device)
+        self.chunk = classes if self.objective.across_classes else _classes_at_once(data, matching.batch_real)
         loss = torch.compile(self.loss, dynamic=False) if runtime.compiles(matching.steps) else self.loss
-        self._loss: Callable[[Tensor, Tensor, Tensor], Tensor] = loss
+        self._loss: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = loss
 
     @torch.no_grad()
     def refill(self, step: int) -> None:
@@ -177,32 +179,47 @@ class _Step(nn.Module):
             self.syn_index.copy_(order[..., : self.subset])
         self.slot.fill_(step - first)
 
-    def loss(self, real_index: Tensor, syn_index: Tensor, uniforms: Tensor) -> Tensor:
-        """[C]: a pure function of the draws, the encoder's parameters and the latent pixels."""
+    def loss(self, classes: Tensor, real_index: Tensor, syn_index: Tensor, uniforms: Tensor) -> Tensor:
+        """[c]: the losses of ``classes`` [c], a pure function of their draws, the encoder and the latent pixels."""
         matching, flat = self.matching, self.pool.parameters_flat
         parameters = matching.augment.parameters(uniforms, self.data.shape[1:])
         with torch.no_grad():
-            real = self.synthetic.normalise(self.data.train.take(real_index))
-            goal = matching.probe(self.net, flat, self._batch(matching.augment.apply(real, parameters)), self.dtype)
-        images = self.synthetic()
+            real = self.synthetic.normalise(self.data.train.take(real_index, classes))
+            goal = matching.probe(self.net, flat, _batch(matching.augment.apply(real, parameters), classes), self.dtype)
+        images = self.synthetic(classes)
         if self.subset < self.decoded:
-            images = images[self.lanes[:, None], syn_index]
-        seen = matching.probe(self.net, flat, self._batch(matching.augment.apply(images, parameters)), self.dtype)
+            images = images[torch.arange(len(classes), device=classes.device)[:, None], syn_index]
+        seen = matching.probe(self.net, flat, _batch(matching.augment.apply(images, parameters), classes), self.dtype)
         value: Tensor = self.objective(goal, seen)
         return value
 
-    def _batch(self, images: Tensor) -> Batch:
-        return Batch(images, self.lanes[:, None].expand(images.shape[:2]))
-
     def advance(self) -> None:
-        """One step: loss, gradient, move, clamp. Nothing here waits for the host."""
-        draws = [pick(buffer, self.slot) for buffer in (self.real_index, self.syn_index, self.uniforms)]
-        loss = self._loss(*draws)
-        (gradient,) = torch.autograd.grad(loss.sum(), self.synthetic.latent)
+        """One step: loss, gradient, move, clamp. Nothing here waits for the host.
+
+        Classes go through in chunks that fit; their gradients do not overlap, so the sum over chunks is exact.
+        """
+        draws = [self.lanes, *(pick(buffer, self.slot) for buffer in (self.real_index, self.syn_index, self.uniforms))]
+        losses, gradients = [], []
+        for part in zip(*(torch.split(d, self.chunk) for d in draws), strict=True):
+            losses.append(self._loss(*part))
+            gradients.append(torch.autograd.grad(losses[-1].sum(), self.synthetic.latent)[0])
+        loss, gradient = torch.cat(losses), gradients[0] if len(gradients) == 1 else torch.stack(gradients).sum(0)
         self.player.step(gradient)
         self.synthetic.project_()
         self.losses.index_copy_(0, self.slot, loss.detach()[None])
         self.slot.add_(1)
+
+
+def _batch(images: Tensor, classes: Tensor) -> Batch:
+    return Batch(images, classes[:, None].expand(images.shape[:2]))
+
+
+def _classes_at_once(data: Dataset, batch_real: int) -> int:
+    """All classes on a GPU; on a CPU as many as keep a layer's maps (of 128 channels) near its caches."""
+    if data.train.device.type != "cpu":
+        return data.classes
+    maps = batch_real * data.shape[1] * data.shape[2] * 128 * 4
+    return min(data.classes, max(1, _CPU_MAPS // maps))
 
 
 class _Run:

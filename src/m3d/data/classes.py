@@ -73,9 +73,10 @@ class ClassData:
         """[N] int64."""
         return torch.repeat_interleave(torch.arange(self.classes, device=self.device), self.count)
 
-    def take(self, index: Tensor) -> Tensor:
-        """Images [C, n, ch, h, w] float32 in [0, 1] for ``index`` [C, n] within each class."""
-        return self.images[self.start[:, None] + index].float() / 255
+    def take(self, index: Tensor, classes: Tensor | None = None) -> Tensor:
+        """Images [C, n, ch, h, w] float32 in [0, 1] for ``index`` [C, n] within each class, or each of ``classes``."""
+        start = self.start if classes is None else self.start[classes]
+        return self.images[start[:, None] + index].float() / 255
 
     def deck(self, seed: int, steps: Tensor, n: int) -> Tensor:
         """[S, C, n]: which images of each class enter each of ``steps`` [S].

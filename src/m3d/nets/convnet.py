@@ -69,7 +69,7 @@ class ConvNet(Stackable):
         seen, x = [], images
         for k in range(len(self.convs)):
             y = _convolve(x, p[f"convs.{k}.weight"], p[f"convs.{k}.bias"], self.paddings[k], dtype)
-            y = torch.relu(self._normalise(y, p, k))
+            y = functional.relu(self._normalise(y, p, k), inplace=True)
             seen.append(y)
             x = functional.avg_pool2d(y.flatten(0, 1), 2).unflatten(0, y.shape[:2])
         return self._classify(p, x.flatten(2), tuple(seen) if maps else ())
@@ -79,6 +79,10 @@ class ConvNet(Stackable):
         y = y if y.dtype == torch.float64 else y.float()
         if not self.norms:
             return y
+        if not y.is_cuda:  # the library's own norm: much faster on CPUs, but it does not fuse with its neighbours
+            weights = zip(y.unbind(0), p[f"norms.{k}.weight"], p[f"norms.{k}.bias"], strict=True)
+            parts = [functional.group_norm(x, x.shape[1], gain, shift) for x, gain, shift in weights]
+            return parts[0][None] if len(parts) == 1 else torch.stack(parts)
         var, mean = torch.var_mean(y, dim=(3, 4), keepdim=True, correction=0)
         gain, shift = (p[f"norms.{k}.{name}"][:, None, :, None, None] for name in ("weight", "bias"))
         return (y - mean) * (torch.rsqrt(var + 1e-5) * gain) + shift
@@ -99,21 +103,20 @@ class ConvNet(Stackable):
         return stem_fits(*self.sizes[0], inputs, width) and later
 
     def _fused(self, p: Mapping[str, Tensor], images: Tensor, dtype: torch.dtype) -> Seen:
-        """The same through the fused kernels; activations are [R·n, h, w, c]."""
+        """The same through the fused kernels; activations are [n, h, w, R·c], convolutions grouped by network."""
         from m3d.nets.fused_norm import norm_relu_pool
         from m3d.nets.fused_stem import stem
 
         last, nets = len(self.convs) - 1, len(images)
-
-        def affine(k: int) -> tuple[Tensor, Tensor]:
-            return p[f"norms.{k}.weight"], p[f"norms.{k}.bias"]
-
-        x = stem(images.flatten(0, 1), p["convs.0.weight"], *affine(0), self.paddings[0], dtype)
+        gain, shift = p["norms.0.weight"], p["norms.0.bias"]
+        x = stem(images.flatten(0, 1), p["convs.0.weight"], gain, shift, self.paddings[0], dtype)
         for k in range(1, last + 1):
-            y = _convolve_channels_last(x, p[f"convs.{k}.weight"], dtype)
-            x = norm_relu_pool(y, *affine(k), torch.float32 if k == last else dtype)
-        features = x.permute(0, 3, 1, 2).flatten(1).float()
-        return self._classify(p, features.view(nets, -1, features.shape[1]), ())
+            weight = p[f"convs.{k}.weight"].flatten(0, 1).to(dtype)  # no bias: the norm would remove it
+            y = functional.conv2d(x.permute(0, 3, 1, 2), weight, padding=1, groups=nets).permute(0, 2, 3, 1)
+            gain, shift = (p[f"norms.{k}.{name}"].flatten() for name in ("weight", "bias"))
+            x = norm_relu_pool(y, gain, shift, torch.float32 if k == last else dtype)
+        features = x.unflatten(3, (nets, -1)).permute(3, 0, 4, 1, 2).flatten(2).float()
+        return self._classify(p, features, ())
 
 
 def _convolve(x: Tensor, weight: Tensor, bias: Tensor, padding: int, dtype: torch.dtype) -> Tensor:
@@ -123,12 +126,3 @@ def _convolve(x: Tensor, weight: Tensor, bias: Tensor, padding: int, dtype: torc
         for images, w, b in zip(x.unbind(0), weight.unbind(0), bias.unbind(0), strict=True)
     ]
     return parts[0][None] if len(parts) == 1 else torch.stack(parts)
-
-
-def _convolve_channels_last(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """[R·n, h, w, o] from ``x`` [R·n, h, w, c]; without bias, which the following norm would remove."""
-    parts = [
-        functional.conv2d(images.permute(0, 3, 1, 2), w.to(dtype), padding=1).permute(0, 2, 3, 1)
-        for images, w in zip(x.chunk(len(weight)), weight.unbind(0), strict=True)
-    ]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)

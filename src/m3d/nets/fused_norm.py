@@ -1,8 +1,8 @@
 """Instance norm, ReLU and 2×2 average pooling as one Triton kernel, forward and backward.
 
 The convolution's output is read once and a quarter of it written; everything in between is float32. Activations are
-[N, h, w, c], N images of R networks, N / R each, so one launch serves all networks that are trained side by side. The
-plain PyTorch path of ``m3d.nets.convnet`` computes the same function; tests compare the two.
+[n, h, w, c]; networks trained side by side have their channels side by side, so one launch serves them all. The plain
+PyTorch path of ``m3d.nets.convnet`` computes the same function; tests compare the two.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def norm_fits(height: int, width: int, channels: int) -> bool:
 @triton.jit
 def _norm_forward(
     y_ptr, gain_ptr, shift_ptr, out_ptr, mean_ptr, rstd_ptr,
-    per_net, height, width, channels, eps,
+    height, width, channels, eps,
     Q: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """One image, BC channels: mean and variance over all pixels, then norm, ReLU and the mean of each 2×2 square."""
@@ -47,9 +47,8 @@ def _norm_forward(
     a, b, c, d = a - mean[None, :], b - mean[None, :], c - mean[None, :], d - mean[None, :]
     squares = tl.where(inside, a * a + b * b + c * c + d * d, 0.0)
     rstd = 1.0 / tl.sqrt(tl.sum(squares, axis=0) / pixels + eps)
-    net = image // per_net
-    gain = tl.load(gain_ptr + net * channels + channel, mask=channel < channels, other=0.0)
-    shift = tl.load(shift_ptr + net * channels + channel, mask=channel < channels, other=0.0)
+    gain = tl.load(gain_ptr + channel, mask=channel < channels, other=0.0)
+    shift = tl.load(shift_ptr + channel, mask=channel < channels, other=0.0)
     scale = (gain * rstd)[None, :]
     total = tl.maximum(a * scale + shift[None, :], 0.0) + tl.maximum(b * scale + shift[None, :], 0.0)
     total += tl.maximum(c * scale + shift[None, :], 0.0) + tl.maximum(d * scale + shift[None, :], 0.0)
@@ -69,7 +68,7 @@ def _through_relu(value, mean, rstd, gain, shift, gradient):
 @triton.jit
 def _norm_backward(
     grad_ptr, y_ptr, mean_ptr, rstd_ptr, gain_ptr, shift_ptr, out_ptr, dgain_ptr, dshift_ptr,
-    per_net, height, width, channels,
+    height, width, channels,
     Q: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """The reverse: gradients of the convolution's output, and of gain and shift for each image."""
@@ -83,9 +82,8 @@ def _norm_backward(
     base = image * height * width * channels + corner
     place = (image * (height // 2) * half + q[:, None]) * channels + channel[None, :]
     incoming = tl.load(grad_ptr + place, mask=inside, other=0.0).to(tl.float32) * 0.25
-    net = image // per_net
-    gain = tl.load(gain_ptr + net * channels + channel, mask=known, other=0.0)
-    shift = tl.load(shift_ptr + net * channels + channel, mask=known, other=0.0)
+    gain = tl.load(gain_ptr + channel, mask=known, other=0.0)
+    shift = tl.load(shift_ptr + channel, mask=known, other=0.0)
     mean = tl.load(mean_ptr + image * channels + channel, mask=known, other=0.0)
     rstd = tl.load(rstd_ptr + image * channels + channel, mask=known, other=0.0)
     a = tl.load(y_ptr + base, mask=inside, other=0.0).to(tl.float32)
@@ -125,7 +123,7 @@ def _norm_op(y: Tensor, gain: Tensor, shift: Tensor, out_dtype: torch.dtype) -> 
     mean, rstd = (y.new_empty(n, channels, dtype=torch.float32) for _ in range(2))
     q, bc, warps = _norm_blocks(height, width, channels)
     _norm_forward[(n, triton.cdiv(channels, bc))](
-        y, gain, shift, out, mean, rstd, n // len(gain), height, width, channels, EPS, Q=q, BC=bc, num_warps=warps
+        y, gain, shift, out, mean, rstd, height, width, channels, EPS, Q=q, BC=bc, num_warps=warps
     )
     return out, mean, rstd
 
@@ -147,7 +145,7 @@ def _norm_backward_op(
     q, bc, warps = _norm_blocks(height, width, channels)
     _norm_backward[(n, triton.cdiv(channels, bc))](
         grad.contiguous(), y, mean, rstd, gain, shift, out, dgain, dshift,
-        n // len(gain), height, width, channels, Q=q, BC=bc, num_warps=warps,
+        height, width, channels, Q=q, BC=bc, num_warps=warps,
     )  # fmt: skip
     return out, dgain, dshift
 
@@ -169,14 +167,13 @@ def _remember(
 def _differentiate(ctx: Any, grad: Tensor, _mean: Tensor, _rstd: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
     y, mean, rstd, gain, shift = ctx.saved_tensors
     dy, dgain, dshift = _norm_backward_op(grad, y, mean, rstd, gain, shift)
-    nets = (len(gain), -1, gain.shape[1])
-    return dy, dgain.view(nets).sum(1), dshift.view(nets).sum(1), None
+    return dy, dgain.sum(0), dshift.sum(0), None
 
 
 _norm_op.register_autograd(_differentiate, setup_context=_remember)
 
 
 def norm_relu_pool(y: Tensor, gain: Tensor, shift: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """[N, h/2, w/2, c] from a convolution's output ``y`` [N, h, w, c]; ``gain`` and ``shift`` [R, c] float32."""
+    """[n, h/2, w/2, c] from a convolution's output ``y`` [n, h, w, c]; ``gain`` and ``shift`` [c] float32."""
     out: Tensor = _norm_op(y.contiguous(), gain.contiguous(), shift.contiguous(), out_dtype)[0]
     return out

@@ -13,6 +13,8 @@ from m3d.types import Seen
 class Objective(nn.Module):
     """A comparison of real and synthetic readings, [C]. Objectives add and take weights: ``a + 0.1 * b``."""
 
+    across_classes = False  # whether a class's value depends on other classes; if not, classes may go in chunks
+
     def forward(self, goal: Seen, seen: Seen) -> Tensor:
         """[C]: how far the synthetic reading ``seen`` is from the real one ``goal``, class by class."""
         raise NotImplementedError(f"{type(self).__name__} must define forward(goal, seen)")
@@ -37,6 +39,7 @@ class Weighted(Objective):
         super().__init__()
         self.weights = [weight for weight, _ in terms]
         self.terms = nn.ModuleList(term for _, term in terms)
+        self.across_classes = any(term.across_classes for _, term in terms)
 
     def forward(self, goal: Seen, seen: Seen) -> Tensor:
         values = [w * term(goal, seen) for w, term in zip(self.weights, self.terms, strict=True)]
