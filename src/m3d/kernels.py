@@ -37,6 +37,15 @@ class Kernel(nn.Module):
         """[...]: the Gram matrix's mean; a kernel overrides this where a closed form is cheaper."""
         return torch.as_tensor(self(x, y, scale)).mean((-2, -1))
 
+    def means(self, real: Tensor, synthetic: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """K̂_TT, K̂_SS and K̂_TS, each [...]: the means of the three Gram matrices of MMD².
+
+        What depends on the synthetic points is one Gram matrix of them against [synthetic; real].
+        """
+        n = synthetic.shape[-2]
+        gram: Tensor = self(synthetic, torch.cat([synthetic, real], dim=-2), scale)
+        return self.mean(real, real, scale), gram[..., :n].mean((-2, -1)), gram[..., n:].mean((-2, -1))
+
     def __add__(self, other: object) -> Kernel:
         return Sum(self, _operand(other, "+"))
 
@@ -116,6 +125,11 @@ class Linear(Kernel):
 
     def mean(self, x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
         return (x.mean(-2) * y.mean(-2)).sum(-1)
+
+    def means(self, real: Tensor, synthetic: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        pairs = ((real, real), (synthetic, synthetic), (synthetic, real))
+        tt, ss, ts = (self.mean(x, y, scale) for x, y in pairs)
+        return tt, ss, ts
 
 
 class Scaled(Kernel):

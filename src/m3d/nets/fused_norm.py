@@ -110,9 +110,9 @@ def _norm_backward(
 
 
 def _norm_blocks(height: int, width: int, channels: int) -> tuple[int, int, int]:
-    """(pooled pixels rounded up, channels per program, warps): about 32 thousand values in registers."""
+    """(pooled pixels rounded up, channels per program, warps): 64 values a thread, so that several programs overlap."""
     q = triton.next_power_of_2((height // 2) * (width // 2))
-    bc = min(triton.next_power_of_2(channels), max(16, 8192 // q), 128)
+    bc = min(triton.next_power_of_2(channels), max(16, 2048 // q), 128)
     return q, bc, 8 if q * bc >= 4096 else 4
 
 

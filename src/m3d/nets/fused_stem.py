@@ -24,8 +24,11 @@ from torch import Tensor
 
 EPS = 1e-5
 _MOST_CHANNELS = 128  # output channels that one program keeps together
-_TILE = 64  # pooled pixels a program works on at a time
-_GATHER = 64  # patches a gathering program writes
+_TILE = (
+    32  # pooled pixels a program works on at a time; 64 rows would select Hopper's asynchronous products, slower here
+)
+_GATHER = 128  # patches a gathering program writes
+_WARPS = 4
 
 
 def stem_fits(height: int, width: int, inputs: int, channels: int) -> bool:
@@ -76,8 +79,8 @@ def _rows(patches_ptr, image, first, PIXELS: tl.constexpr, K: tl.constexpr, B: t
 
 @triton.jit
 def _times(a, b):
-    """a·b with float32 sums; float32 factors are multiplied exactly, not as TF32."""
-    return tl.dot(a, b, input_precision="ieee")
+    """a·b with float32 sums; float32 factors are split in three so that nothing is lost to TF32."""
+    return tl.dot(a, b, input_precision="tf32x3")
 
 
 @triton.jit
@@ -92,8 +95,8 @@ def _stem_forward(
     channel, k = tl.arange(0, O), tl.arange(0, K)
     weight = _weights(weight_ptr, net, INPUTS, K, O)
     moments = tl.zeros([K, K], tl.float32)
-    for first in range(0, PIXELS, 2 * Q):
-        rows = _rows(patches_ptr, image, first, PIXELS, K, 2 * Q)
+    for first in range(0, PIXELS, 4 * Q):
+        rows = _rows(patches_ptr, image, first, PIXELS, K, 4 * Q)
         moments += _times(tl.trans(rows), rows)
     sums = tl.sum(tl.where((k == INPUTS * 9)[:, None], moments, 0.0), axis=0)  # the row of the ones
     mean = tl.sum(weight * sums[:, None], axis=0) / PIXELS
@@ -118,12 +121,12 @@ def _stem_forward(
 @triton.jit
 def _stem_backward(
     grad_ptr, patches_ptr, weight_ptr, gain_ptr, shift_ptr, mean_ptr, rstd_ptr,
-    columns_ptr, dweight_ptr, dgain_ptr, dshift_ptr,
+    dy_ptr, dweight_ptr, dgain_ptr, dshift_ptr,
     per_net, nets,
     PIXELS: tl.constexpr, INPUTS: tl.constexpr, K: tl.constexpr, O: tl.constexpr, Q: tl.constexpr,
     IMAGES: tl.constexpr, WEIGHTS: tl.constexpr,
 ):  # fmt: skip
-    """One image: gradients of its patches (IMAGES; summed into pixels by ``_fold``) and of the weights (WEIGHTS)."""
+    """One image: gradients of the convolution's output (IMAGES; the host goes on from there) and of the weights."""
     image = tl.program_id(0).to(tl.int64)
     net = image // per_net
     channel, k = tl.arange(0, O), tl.arange(0, K)
@@ -159,9 +162,8 @@ def _stem_backward(
             dy = (passed - level[None, :] - hat * slope[None, :]) * scale[None, :]
             dy = tl.where((q < pooled)[:, None], dy, 0.0).to(kind)
             if IMAGES:
-                spot = (image * PIXELS + corner * pooled + q)[:, None] * K + k[None, :]
-                columns = _times(dy, tl.trans(low)).to(columns_ptr.dtype.element_ty)  # [Q, K]
-                tl.store(columns_ptr + spot, columns, mask=(q < pooled)[:, None])
+                spot = (image * PIXELS + corner * pooled + q)[:, None] * O + channel[None, :]
+                tl.store(dy_ptr + spot, dy, mask=(q < pooled)[:, None])
             if WEIGHTS:
                 dweight += _times(tl.trans(rows), dy)
     if WEIGHTS:
@@ -225,7 +227,7 @@ def _stem_op(
     _gather[(len(x), triton.cdiv(pixels, _GATHER))](x, patches, **_sizes(x, padding), INPUTS=inputs, K=k, B=_GATHER)
     _stem_forward[(len(x),)](
         patches, weight, gain, shift, out, mean, rstd, len(x) // nets, nets, EPS,
-        PIXELS=pixels, INPUTS=inputs, K=k, O=channels, Q=_TILE, num_warps=8,
+        PIXELS=pixels, INPUTS=inputs, K=k, O=channels, Q=_TILE, num_warps=_WARPS,
     )  # fmt: skip
     return out, mean, rstd, patches
 
@@ -254,15 +256,16 @@ def _stem_backward_op(
     dx, dweight, dgain, dshift = _gradients(x, weight, mean, images, weights)
     pixels, k = patches.shape[1:]
     inputs, (nets, channels) = x.shape[1], weight.shape[:2]
-    columns = torch.empty_like(patches) if images else patches
+    dy = patches.new_empty(nets, len(x) // nets * pixels, channels) if images else patches
     _stem_backward[(len(x),)](
-        grad.contiguous(), patches, weight, gain, shift, mean, rstd, columns, dweight, dgain, dshift,
+        grad.contiguous(), patches, weight, gain, shift, mean, rstd, dy, dweight, dgain, dshift,
         len(x) // nets, nets, PIXELS=pixels, INPUTS=inputs, K=k, O=channels, Q=_TILE,
-        IMAGES=images, WEIGHTS=weights, num_warps=8,
+        IMAGES=images, WEIGHTS=weights, num_warps=_WARPS,
     )  # fmt: skip
     if images:
-        block = 256
-        sizes = _sizes(x, padding)
+        taps = weight.flatten(2).to(dy.dtype)  # [R, O, taps]
+        columns = dy @ torch.nn.functional.pad(taps, (0, k - taps.shape[2]))  # [R, n·pixels, K]: of the patches
+        block, sizes = 256, _sizes(x, padding)
         _fold[(triton.cdiv(x.numel(), block),)](columns, dx, x.numel(), **sizes, INPUTS=inputs, K=k, B=block)
     return dx, dweight, dgain, dshift
 

@@ -65,8 +65,5 @@ class MMD(Objective):
 def mmd2(kernel: Kernel, real: Tensor, synthetic: Tensor) -> Tensor:
     """[...]: biased MMD² of ``real`` [..., m, d] and ``synthetic`` [..., n, d]."""
     scale = kernel.scale(synthetic, real)
-    return (
-        kernel.mean(real, real, scale)
-        + kernel.mean(synthetic, synthetic, scale)
-        - 2 * kernel.mean(synthetic, real, scale)
-    )
+    tt, ss, ts = kernel.means(real, synthetic, scale)
+    return tt + ss - 2 * ts
