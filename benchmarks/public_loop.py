@@ -45,7 +45,7 @@ class EndlessClassSampler:
 def augment(x: Tensor, siamese: bool = True) -> Tensor:
     """Brightness, saturation, contrast, crop by padding and indexing, cutout by indexing; one draw for the whole batch
     (``siamese``) or one per image."""
-    n, _, h, w = x.shape
+    n, _, h, _ = x.shape
 
     def draw(*shape: int) -> Tensor:
         u = torch.rand(n, *shape, device=x.device)
@@ -59,12 +59,21 @@ def augment(x: Tensor, siamese: bool = True) -> Tensor:
     level = x.mean((1, 2, 3), keepdim=True)
     x = (x - level) * (draw(1, 1, 1) + 0.5) + level
     x = crop(x, (draw(2) * 9).long() - 4)
-    corner = (draw(2) * (h + 1)).long() - h // 4
-    rows, columns = torch.meshgrid(torch.arange(h, device=x.device), torch.arange(w, device=x.device), indexing="ij")
-    hole = (rows >= corner[:, :1, None]) & (rows < corner[:, :1, None] + h // 2)
-    hole &= (columns >= corner[:, 1:, None]) & (columns < corner[:, 1:, None] + w // 2)
-    mask = torch.ones(n, h, w, device=x.device)
-    mask[hole] = 0
+    return cutout(x, (draw(2) * (h + 1)).long() - h // 4)
+
+
+def cutout(x: Tensor, corner: Tensor) -> Tensor:
+    n, _, h, w = x.shape
+    batch, rows, columns = torch.meshgrid(
+        torch.arange(n, device=x.device),
+        torch.arange(h // 2, device=x.device),
+        torch.arange(w // 2, device=x.device),
+        indexing="ij",
+    )
+    rows = torch.clamp(rows + corner[:, 0].view(-1, 1, 1), 0, h - 1)
+    columns = torch.clamp(columns + corner[:, 1].view(-1, 1, 1), 0, w - 1)
+    mask = torch.ones(n, h, w, dtype=x.dtype, device=x.device)
+    mask[batch, rows, columns] = 0
     return x * mask.unsqueeze(1)
 
 

@@ -121,6 +121,9 @@ def ceilings(device: str) -> dict[str, float]:
 
 def measure_step(data: Dataset, runtime: Runtime, rounds: int, small: bool) -> dict[str, Any]:
     device = str(runtime.device)
+    if device.startswith("cuda"):
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
     with runtime.active():
         began = time.perf_counter()
         ours = our_step(data, 10, runtime)

@@ -156,6 +156,7 @@ def _prepare(request: Mapping[str, Any], data: Dataset) -> _Prepared:
     runtime = Runtime.choose(request["device"], request["precision"], request["deterministic"], request["step_mode"])
     task = Task(data.name, data.shape, data.classes, ipc, data.mirror)
     method, options = make_method(request["method"], task, dict(request["options"]))
+    method.init.require(data, ipc * method.tiles.cells)
     make_net(request["net"], data.shape, data.classes)
     return _Prepared(request, data, method, options, runtime)
 

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,7 +27,6 @@ _ClickException: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ 
 app = typer.Typer(
     name="m3d",
     help="Condense a labelled image dataset into a tiny synthetic one, evaluate it, and use it.",
-    no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -61,7 +61,8 @@ def _common(
         typer.echo(f"m3d {__version__}")
         raise typer.Exit
     if context.invoked_subcommand is None:
-        raise M3DError("which command? See 'm3d --help'")
+        typer.echo(context.get_help())
+        raise typer.Exit
     from m3d.registry import load_plugin
 
     for path in plugin or []:
@@ -365,11 +366,20 @@ def main(arguments: list[str] | None = None) -> None:
     except M3DError as error:
         _fail(str(error), 2)
     except _ClickException as error:
-        _fail(error.format_message() + _usage_hint(error), 2)
+        _fail(error.format_message() + _given(error, arguments or sys.argv[1:]) + _usage_hint(error), 2)
     except (typer.Abort, KeyboardInterrupt):
         _fail("interrupted", 130)
     else:
         sys.exit(code if isinstance(code, int) else 0)
+
+
+def _given(error: Any, arguments: list[str]) -> str:
+    """The value that was refused, where the message itself does not name it."""
+    options = getattr(getattr(error, "param", None), "opts", [])
+    for option, value in pairwise(arguments):
+        if option in options and value not in error.format_message():
+            return f", got {value!r}"
+    return ""
 
 
 def _usage_hint(error: Any) -> str:

@@ -101,7 +101,7 @@ class Runtime:
             "python": platform.python_version(),
             "m3d": __version__,
             "commit": commit(),
-            "command": " ".join(["m3d", *sys.argv[1:]]) if sys.argv else "",
+            "command": " ".join([Path(sys.argv[0]).stem.replace("__main__", "m3d"), *sys.argv[1:]]),
         }
 
 

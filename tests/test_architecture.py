@@ -1,0 +1,98 @@
+"""Who may import whom, held by reading the source."""
+
+import ast
+from pathlib import Path
+
+import m3d
+
+ROOT = Path(m3d.__file__).parent
+LOW = {"m3d.errors", "m3d.version", "m3d.registry", "m3d.types", "m3d.rng"}
+
+# What a module (or package) may import of m3d, besides itself and LOW. Not listed: no rule.
+ALLOWED = {
+    "m3d.errors": set(),
+    "m3d.version": set(),
+    "m3d.registry": {"m3d.errors"},
+    "m3d.types": set(),
+    "m3d.rng": set(),
+    "m3d.files": set(),
+    "m3d.kernels": set(),
+    "m3d.augment": set(),
+    "m3d.synth": set(),
+    "m3d.players": set(),
+    "m3d.runtime": set(),
+    "m3d.data": set(),
+    "m3d.nets": set(),
+    "m3d.objectives": {"m3d.kernels"},
+    "m3d.select": {"m3d.data"},
+    "m3d.probes": {"m3d.nets"},
+    "m3d.pools": {"m3d.nets", "m3d.runtime"},
+    "m3d.train": {"m3d.augment", "m3d.nets", "m3d.runtime"},
+    "m3d.store": {"m3d.files", "m3d.synth"},
+    "m3d.pictures": {"m3d.files", "m3d.store"},
+    "m3d.export": {"m3d.files", "m3d.store"},
+    "m3d.evaluation": {"m3d.augment", "m3d.data", "m3d.nets", "m3d.runtime", "m3d.store", "m3d.train"},
+    "m3d.engine": {
+        "m3d.augment", "m3d.data", "m3d.nets", "m3d.objectives", "m3d.players", "m3d.pools", "m3d.probes",
+        "m3d.runtime", "m3d.select", "m3d.store", "m3d.synth",
+    },
+}  # fmt: skip
+USE_METHODS = {"m3d", "m3d.api", "m3d.listing", "m3d.methods"}
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for path in ROOT.rglob("*.py"):
+        parts = path.relative_to(ROOT.parent).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports(path: Path) -> set[str]:
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("m3d"):
+            names |= {f"m3d.{a.name}" for a in node.names} if node.module == "m3d" else {node.module or ""}
+        elif isinstance(node, ast.Import):
+            names |= {a.name for a in node.names if a.name.startswith("m3d")}
+    return names
+
+
+def top(name: str) -> str:
+    return ".".join(name.split(".")[:2])
+
+
+def test_the_dependency_rules_hold():
+    checked = 0
+    for name, path in modules().items():
+        used = {top(i) for i in imports(path)} - {top(name)} - LOW
+        if top(name) in ALLOWED:
+            checked += 1
+            assert used <= ALLOWED[top(name)], f"{name} may not import {sorted(used - ALLOWED[top(name)])}"
+        if top(name) not in USE_METHODS:
+            assert "m3d.methods" not in used, f"{name} may not import m3d.methods"
+        assert "m3d.cli" not in used or name == "m3d.__main__", f"{name} may not import the command line"
+    assert checked >= 30
+
+
+def test_the_engine_names_no_concrete_part():
+    text = (ROOT / "engine.py").read_text()
+    for name in ("MMD", "Gaussian", "Fresh(", "Descent(", "RandomReal", '"m3d"', '"dm"'):
+        assert name not in text, f"engine.py names {name}"
+
+
+def test_nothing_unpickles():
+    """pickle appears only in the restricted reader, torch.load and numpy's allow_pickle=True nowhere."""
+    for name, path in modules().items():
+        text = path.read_text()
+        assert "torch.load(" not in text.replace("``torch.load(", ""), name
+        assert "allow_pickle=True" not in text, name
+        if "import pickle" in text:
+            assert name == "m3d.data.readers"
+
+
+def test_the_project_speaks_of_itself_alone():
+    """No path of a developer's machine stands in the source."""
+    for name, path in modules().items():
+        for word in ("/root/", "/work/", "../shared"):
+            assert word not in path.read_text(), f"{name} contains {word}"

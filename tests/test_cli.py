@@ -1,0 +1,310 @@
+"""Every command as a user runs it: output, exit codes, one-line errors."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from m3d.cli import main
+from m3d.store import CondensedSet, RunFolder
+
+FAST = ["--net", "convnet2:width=8", "--steps", "3", "--batch-real", "4"]
+
+
+def run(capsys, *arguments) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as stop:
+        main([str(a) for a in arguments])
+    captured = capsys.readouterr()
+    code = stop.value.code
+    return (code if isinstance(code, int) else 0), captured.out, captured.err
+
+
+def fails(capsys, *arguments) -> str:
+    """A user's mistake: exit code 2, one line on stderr, nothing on stdout."""
+    code, out, err = run(capsys, *arguments)
+    assert code == 2 and out == "" and err.startswith("m3d: ") and err.count("\n") == 1 and "Traceback" not in err
+    return err
+
+
+@pytest.fixture
+def finished(capsys, tmp_path):
+    folder = tmp_path / "run"
+    code, out, _ = run(capsys, "condense", "digits", "--ipc", 2, *FAST, "--out", folder)
+    assert code == 0 and "10 classes × 2 images, 3 steps" in out and f"m3d show {folder}" in out
+    return folder
+
+
+def test_condense_evaluate_show_export(capsys, finished, tmp_path):
+    assert CondensedSet.load(finished).manifest["options"]["steps"] == 3
+    assert len((finished / RunFolder.HISTORY).read_text().splitlines()) == 4
+    code, out, _ = run(
+        capsys, "evaluate", finished, "--net", "convnet2:width=8", "--epochs", 4, "--repeats", 2, "--json"
+    )
+    record = json.loads(out)
+    assert code == 0 and record["n"] == 2 and record["protocol"]["epochs"] == 4 and len(record["last"]) == 2
+    assert record["data"]["name"] == "digits" and record["seed"] == 0 and "commit" in record and record["torch"]
+    assert list(record["checks"]) == ["1", "2", "3", "4"]
+    assert RunFolder(finished).results() == [record]
+    code, out, _ = run(
+        capsys, "evaluate", finished, "--net", "convnet2:width=8", "--epochs", 2, "--repeats", 1, "--protocol", "dsa"
+    )
+    assert code == 0 and "last epoch, n=1" in out and "best of epochs" in out
+    assert len(RunFolder(finished).results()) == 2
+    for arguments in ([], ["--decoded", "--out", tmp_path / "decoded.svg"], ["--history"]):
+        code, out, _ = run(capsys, "show", finished, *arguments)
+        assert code == 0 and Path(out.strip()).stat().st_size > 1000
+    with Image.open(finished / "images.png") as picture:
+        assert picture.width > 200
+    for target, name in (("imagefolder", "imagefolder"), ("npz", "condensed.npz"), ("pt", "condensed.pt")):
+        code, out, _ = run(capsys, "export", finished, "--to", target)
+        assert code == 0 and (finished / name).exists()
+
+
+def test_evaluate_the_whole_dataset(capsys):
+    code, out, _ = run(
+        capsys, "evaluate", "--full", "digits", "--net", "convnet2:width=8", "--epochs", 1, "--repeats", 1, "--json"
+    )
+    assert code == 0 and json.loads(out)["method"] == "whole"
+
+
+def test_every_common_option_reaches_the_method(capsys, tmp_path):
+    options = [
+        "--lr",
+        0.5,
+        "--factor",
+        2,
+        "--kernel",
+        "polynomial:degree=3",
+        "--ipm",
+        2,
+        "--set",
+        "momentum=0.25",
+        "--set",
+        "init=noise",
+    ]
+    code, out, _ = run(
+        capsys,
+        "condense",
+        "digits",
+        *FAST,
+        *options,
+        "--out",
+        tmp_path / "run",
+        "--seed",
+        3,
+        "--precision",
+        "bf16",
+        "--json",
+    )
+    made = json.loads(out)
+    assert code == 0 and made["seed"] == 3 and made["factor"] == 2 and made["precision"] == "bf16"
+    assert {k: made["options"][k] for k in ("lr", "kernel", "ipm", "momentum", "init", "batch_real")} == {
+        "lr": 0.5,
+        "kernel": "polynomial:degree=3",
+        "ipm": 2,
+        "momentum": 0.25,
+        "init": "noise",
+        "batch_real": 4,
+    }
+    # the manifest rebuilds the run
+    again = tmp_path / "again"
+    request = json.loads((tmp_path / "run" / "run.json").read_text())
+    import m3d
+
+    set_ = m3d.condense(
+        "digits",
+        request["ipc"],
+        request["method"],
+        net=request["net"],
+        seed=3,
+        precision="bf16",
+        out=again,
+        **made["options"],
+    )
+    assert set_.fingerprint == made["set"]
+
+
+def test_validation_and_eager_compile_modes(capsys, tmp_path):
+    code, out, _ = run(
+        capsys, "condense", "digits", *FAST, "--out", tmp_path / "run", "--val-fraction", 0.2, "--eval-every", 2,
+        "--step-mode", "eager", "--deterministic", "--device", "cpu", "--json",
+    )  # fmt: skip
+    made = json.loads(out)
+    assert (
+        code == 0 and [step for step, _ in made["validation"]] == [2] and (tmp_path / "run" / RunFolder.BEST).exists()
+    )
+    assert made["deterministic"] is True
+    code, out, _ = run(
+        capsys,
+        "evaluate",
+        tmp_path / "run",
+        "--split",
+        "val",
+        "--net",
+        "convnet2:width=8",
+        "--epochs",
+        1,
+        "--repeats",
+        1,
+        "--json",
+    )
+    assert code == 0 and json.loads(out)["data"]["split"] == "val"
+
+
+def test_default_folder_overwrite_and_resume(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run(capsys, "condense", "digits", *FAST)[0] == 0
+    folder = tmp_path / "runs" / "digits-m3d-ipc1-seed0"
+    assert folder.is_dir()
+    assert "already holds a run" in fails(capsys, "condense", "digits", *FAST)
+    assert run(capsys, "condense", "digits", *FAST, "--overwrite")[0] == 0
+    assert run(capsys, "condense", "--resume", folder)[0] == 0
+    assert "no dataset beside it" in fails(capsys, "condense", "digits", "--resume", folder)
+    assert "is not a run folder" in fails(capsys, "condense", "--resume", tmp_path)
+
+
+def test_an_image_folder_of_ones_own(capsys, tmp_path):
+    generator = np.random.default_rng(0)
+    for split, n in (("train", 6), ("test", 2)):
+        for c, name in enumerate(("cats", "dogs")):
+            (tmp_path / "photos" / split / name).mkdir(parents=True)
+            for k in range(n):
+                pixels = generator.integers(0, 100, (20 + k, 24, 3), dtype=np.uint8) + 100 * np.uint8(c)
+                Image.fromarray(pixels).save(tmp_path / "photos" / split / name / f"{k}.png")
+    code, out, _ = run(
+        capsys, "condense", tmp_path / "photos", "--size", 16, *FAST, "--out", tmp_path / "run", "--json"
+    )
+    made = json.loads(out)
+    assert code == 0 and made["class_names"] == ["cats", "dogs"]
+    code, out, _ = run(
+        capsys, "evaluate", tmp_path / "run", "--net", "convnet2:width=8", "--epochs", 20, "--repeats", 1, "--json"
+    )
+    assert code == 0 and json.loads(out)["accuracy"] >= 75
+
+
+def test_lists(capsys):
+    for what, expected in (
+        ("methods", "m3d"),
+        ("kernels", "gaussian"),
+        ("nets", "convnet3"),
+        ("protocols", "paper"),
+        ("datasets", "digits"),
+    ):
+        code, out, _ = run(capsys, "list", what)
+        assert code == 0 and expected in out
+        code, out, _ = run(capsys, "list", what, "--json")
+        assert code == 0 and expected in [row["name"] for row in json.loads(out)]
+    code, out, _ = run(capsys, "list", "methods", "m3d")
+    assert code == 0 and all(name in out for name in ("batch_syn_max", "augment", "momentum", "default: 0.5"))
+    assert run(capsys, "list", "kernels", "linear")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["condens"], "condense"),
+        (["condense"], "which dataset"),
+        (["condense", "cifr10"], "Did you mean 'cifar10'"),
+        (["condense", "./missing"], "missing"),
+        (["condense", "digits", "--ipc", "0"], "ipc=0"),
+        (["condense", "digits", "--ipc", "ten"], "ten"),
+        (["condense", "digits", "--ipc", "500"], "has 1"),
+        (["condense", "digits", "--method", "m3"], "Did you mean 'm3d'"),
+        (["condense", "digits", "--kernel", "gauss"], "Did you mean 'gaussian'"),
+        (["condense", "digits", "--net", "convnet9"], "unknown network"),
+        (["condense", "digits", "--set", "lrr=1"], "Did you mean 'lr'"),
+        (["condense", "digits", "--set", "lr"], "expected name=value"),
+        (["condense", "digits", "--set", "lr=fast"], "lr='fast'"),
+        (["condense", "digits", "--set", "lr=nan"], "lr='nan'"),
+        (["condense", "digits", "--lr", "-1"], "lr=-1.0"),
+        (["condense", "digits", "--steps", "0"], "steps=0"),
+        (["condense", "digits", "--stepps", "3"], "--stepps"),
+        (["condense", "digits", "--method", "random", "--steps", "3"], "unknown option of random 'steps'"),
+        (["condense", "digits", "--val-fraction", "1.5"], "val_fraction=1.5"),
+        (["condense", "digits", "--eval-every", "5"], "needs held-out data"),
+        (["condense", "digits", "--device", "tpu"], "unknown device 'tpu'"),
+        (["condense", "digits", "--precision", "fp8"], "unknown precision 'fp8'"),
+        (["evaluate"], "one of them"),
+        (["evaluate", "missing"], "does not exist"),
+        (["show", "missing"], "does not exist"),
+        (["export", "missing", "--to", "npz"], "does not exist"),
+        (["list", "things"], "unknown list 'things'"),
+        (["list", "methods", "nothing"], "unknown method 'nothing'"),
+        (["--plugin", "missing.py", "list", "methods"], "is not a file"),
+    ],
+)
+def test_mistakes_get_one_line(capsys, tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    assert message in fails(capsys, *arguments)
+    assert list(tmp_path.iterdir()) == []  # nothing was begun
+
+
+def test_mistakes_about_a_finished_run(capsys, finished, tmp_path):
+    assert "unknown protocol" in fails(capsys, "evaluate", finished, "--protocol", "papers")
+    assert "repeats=0" in fails(capsys, "evaluate", finished, "--repeats", 0)
+    assert "split 'val' is not there" in fails(capsys, "evaluate", finished, "--split", "val")
+    assert "allowed endings" in fails(capsys, "show", finished, "--out", tmp_path / "x.gif")
+    assert "unknown export format" in fails(capsys, "export", finished, "--to", "jpg")
+    assert "allowed are 1" in fails(capsys, "show", finished, "--most", 0)
+
+
+def test_help_answers_at_once_and_without_torch():
+    """In a fresh process: every help has examples, no heavy import, and takes under half a second."""
+    for command in ("condense", "evaluate", "show", "export", "list", "demo"):
+        code = f"import sys, m3d.cli; m3d.cli.main(['{command}', '--help'])"
+        timed = []
+        for _ in range(3):
+            began = time.perf_counter()
+            done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+            timed.append(time.perf_counter() - began)
+        assert "Examples:" in done.stdout and f"m3d {command}" in done.stdout
+        assert min(timed) < 0.5
+    loaded = "import sys, m3d.cli\ntry: m3d.cli.main(['--help'])\nexcept SystemExit: pass\n"
+    loaded += "assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
+    subprocess.run([sys.executable, "-c", loaded], check=True, capture_output=True)
+
+
+def test_no_command_shows_the_help(capsys):
+    code, out, _ = run(capsys)
+    assert code == 0 and "Commands:" in out and "condense" in out
+
+
+def test_version_and_module(capsys):
+    code, out, _ = run(capsys, "--version")
+    assert code == 0 and out.startswith("m3d 0.")
+    done = subprocess.run([sys.executable, "-m", "m3d", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == out
+
+
+def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path):
+    import signal
+
+    folder = tmp_path / "run"
+    command = [
+        sys.executable,
+        "-m",
+        "m3d",
+        "condense",
+        "digits",
+        "--steps",
+        "100000",
+        "--net",
+        "convnet2:width=8",
+        "--batch-real",
+        "4",
+    ]
+    process = subprocess.Popen(
+        [*command, "--out", str(folder), "--checkpoint-seconds", "0.1"], stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 60
+    while not (folder / RunFolder.CHECKPOINT).exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and "--resume" in err and str(folder) in err and "Traceback" not in err
+    assert (folder / RunFolder.CHECKPOINT).exists()

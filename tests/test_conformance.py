@@ -1,0 +1,93 @@
+"""Every registered method gets every check; the suite says how many it swept."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+import m3d
+from m3d.engine import Method, _Step
+from m3d.methods import METHODS, Task, make_method
+from m3d.nets import FlatNet, make_net
+from m3d.runtime import Runtime
+
+CPU = Runtime.choose("cpu")
+NET = "convnet2:width=8"
+NAMES = METHODS.names()
+
+
+def short(name: str) -> dict[str, object]:
+    """Options that make any method's run a matter of milliseconds."""
+    known = METHODS.get(name).options()
+    wanted = {"steps": 2, "batch_real": 4, "lr": 0.01}
+    return {k: v for k, v in wanted.items() if k in known}
+
+
+def test_the_sweep_is_complete():
+    assert {"m3d", "dm", "random"} <= set(NAMES)
+    assert len(NAMES) == 3  # raise this with every method added: a sweep that shrinks is a failure
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_documented(name):
+    entry = METHODS.get(name)
+    assert entry.summary.endswith(".") and len(entry.summary) > 20
+    assert {"paper", "equation", "cost"} <= set(entry.about)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_same_seed_same_bits_and_a_round_trip(name, tiny, tmp_path):
+    first = m3d.condense(tiny, 2, name, net=NET, out=tmp_path / "run", **short(name))
+    again = m3d.condense(tiny, 2, name, net=NET, **short(name))
+    other = m3d.condense(tiny, 2, name, net=NET, seed=1, **short(name))
+    assert first.fingerprint == again.fingerprint != other.fingerprint
+    loaded = m3d.CondensedSet.load(tmp_path / "run")
+    assert loaded.fingerprint == first.fingerprint
+    # the manifest rebuilds the record
+    options = json.loads(json.dumps(loaded.manifest["options"]))
+    rebuilt = m3d.condense(tiny, 2, loaded.manifest["method"], net=loaded.manifest["net"], **options)
+    assert rebuilt.fingerprint == first.fingerprint
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_record_is_frozen_and_its_options_are_checked(name, tiny):
+    task = Task("tiny", tiny.shape, 3, 2)
+    method, resolved = make_method(name, task, short(name))
+    assert isinstance(method, Method) and set(resolved) == set(METHODS.get(name).options())
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        method.init = None
+    with pytest.raises(m3d.M3DError, match="unknown option"):
+        make_method(name, task, {"no_such_option": 1})
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if METHODS.get(n).options().get("steps")])
+def test_compiled_equals_eager_without_breaks_or_recompilation(name, tiny):
+    method, _ = make_method(name, Task("tiny", tiny.shape, 3, 2), short(name))
+    pixels = method.tiles.encode(method.init(tiny, 2 * method.tiles.cells, 0))
+    step = _Step(method, method.matching, tiny, FlatNet(make_net(NET, tiny.shape, 3)), pixels, 0, CPU)
+    step.refill(0)
+    compiled = torch.compile(step.loss, backend="aot_eager", fullgraph=True, dynamic=False)
+    for k in range(2):
+        step.pool.draw(k)
+        draws = (step.lanes, step.real_index[k], step.syn_index[k], step.uniforms[k])
+        with torch._dynamo.config.patch(error_on_recompile=k > 0):
+            values = [
+                (v := loss(*draws), torch.autograd.grad(v.sum(), step.synthetic.latent)[0])
+                for loss in (step.loss, compiled)
+            ]
+        torch.testing.assert_close(values[0], values[1], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if METHODS.get(n).options().get("steps")])
+def test_a_class_moves_only_its_own_images(name, tiny):
+    method, _ = make_method(name, Task("tiny", tiny.shape, 3, 2), short(name))
+    pixels = method.tiles.encode(method.init(tiny, 2 * method.tiles.cells, 0))
+    step = _Step(method, method.matching, tiny, FlatNet(make_net(NET, tiny.shape, 3)), pixels, 0, CPU)
+    step.refill(0)
+    step.pool.draw(0)
+    loss = step.loss(step.lanes, step.real_index[0], step.syn_index[0], step.uniforms[0])
+    (gradient,) = torch.autograd.grad(loss[1], step.synthetic.latent)
+    assert gradient[1].abs().sum() > 0
+    if not step.objective.across_classes:
+        assert gradient[0].abs().sum() == 0 and gradient[2].abs().sum() == 0

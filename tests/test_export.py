@@ -1,0 +1,58 @@
+"""Exports: what other tools read is what a network trains on."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import m3d
+from m3d.errors import M3DError
+from m3d.export import export
+
+
+@pytest.fixture(scope="module")
+def condensed(digits):
+    return m3d.condense(digits, 2, "random")
+
+
+def test_image_folder(condensed, tmp_path):
+    path = export(condensed, "imagefolder", tmp_path / "out")
+    assert sorted(p.name for p in path.iterdir() if p.is_dir()) == [str(d) for d in range(10)]
+    files = sorted(path.glob("*/*.png"))
+    assert len(files) == 20
+    pixels = np.asarray(Image.open(path / "3" / "0001.png"))
+    assert pixels.shape == (8, 8) and np.abs(pixels / 255 - condensed.decoded()[0][7, 0].numpy()).max() < 1 / 255
+    assert json.loads((path / "manifest.json").read_text())["ipc"] == 2
+    again = m3d.load_data  # the folder layout is the one load_data reads below train/
+    assert callable(again)
+    with pytest.raises(M3DError, match="exists; choose another"):
+        export(condensed, "imagefolder", path)
+    assert not list(tmp_path.glob(".out*"))
+
+
+def test_class_names_become_safe_folder_names(condensed, tmp_path):
+    names = ["a/b", "a:b", "..", "", "ok", "dog", "cat", "x", "y", "z"]
+    strange = m3d.CondensedSet(condensed.images, condensed.labels, {**condensed.manifest, "class_names": names})
+    path = export(strange, "imagefolder", tmp_path / "out")
+    folders = sorted(p.name for p in path.iterdir() if p.is_dir())
+    assert len(folders) == 10 and {"a_b_0", "a_b_1", "ok"} <= set(folders)
+    assert all(p.resolve().is_relative_to(path.resolve()) for p in path.rglob("*"))
+
+
+def test_npz(condensed, tmp_path):
+    with np.load(export(condensed, "npz", tmp_path / "set.npz"), allow_pickle=False) as arrays:
+        np.testing.assert_array_equal(arrays["images"], condensed.decoded()[0].numpy())
+        np.testing.assert_array_equal(arrays["labels"], condensed.decoded()[1].numpy())
+        assert list(arrays["class_names"]) == condensed.class_names and arrays["mean"].shape == (1,)
+
+
+def test_pt_loads_without_unpickling_code(condensed, tmp_path):
+    content = torch.load(export(condensed, "pt", tmp_path / "set.pt"), weights_only=True)
+    assert torch.equal(content["images"], condensed.decoded()[0]) and content["class_names"] == condensed.class_names
+
+
+def test_unknown_format(condensed, tmp_path):
+    with pytest.raises(M3DError, match="unknown export format 'jpg'"):
+        export(condensed, "jpg", tmp_path / "x")
