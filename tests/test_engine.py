@@ -339,6 +339,18 @@ def test_compiled_step_equals_eager_in_one_graph(tiny):
         torch.testing.assert_close(values[1], values[0], atol=1e-5, rtol=1e-5)
 
 
+def test_a_kernel_without_a_rate_asks_for_one(tiny):
+    from m3d.kernels import KERNELS
+
+    KERNELS.register("rateless")(lambda: Linear() * Linear())
+    try:
+        with pytest.raises(M3DError, match="no default learning rate; give one with --lr"):
+            make_method("m3d", Task("tiny", tiny.shape, 3, 1), {"kernel": "rateless"})
+        assert make_method("m3d", Task("tiny", tiny.shape, 3, 1), {"kernel": "rateless", "lr": 0.1})[0].steps == 10_000
+    finally:
+        del KERNELS._entries["rateless"]
+
+
 def test_wrong_settings_fail_before_any_work(tiny):
     for options, message in (
         ({"steps": 0}, "steps=0"),

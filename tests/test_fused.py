@@ -9,6 +9,7 @@ pytest.importorskip("triton", reason="Triton is not installed (the dev extra has
 from m3d.nets import FlatNet, make_net
 from m3d.nets.fused_norm import norm_fits, norm_relu_pool
 from m3d.nets.fused_stem import stem, stem_fits
+from m3d.rng import Purpose
 from m3d.runtime import Runtime
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -80,7 +81,9 @@ _BF16 = pytest.param(
 def test_a_whole_network(nets, dtype, tolerance):
     """Representation, logits, and gradients of images and parameters; bf16 to the eight bits it keeps."""
     net = FlatNet(make_net("convnet2:width=16", (3, 8, 8), 4), DEVICE)
-    flat = net.fresh(0, torch.tensor([0], device=DEVICE), torch.arange(nets, device=DEVICE)).requires_grad_()
+    flat = net.fresh(
+        0, Purpose.ENCODER, torch.tensor([0], device=DEVICE), torch.arange(nets, device=DEVICE)
+    ).requires_grad_()
     x = tensor(nets, 3, 3, 8, 8)
     with Runtime.choose(DEVICE, "fp32").active():  # no TF32 on the plain side
         fast = net.net._fused(net.unflatten(flat), x, dtype)
@@ -96,7 +99,9 @@ def test_a_whole_network(nets, dtype, tolerance):
 
 def test_the_fused_ops_trace_into_one_graph():
     net = FlatNet(make_net("convnet2:width=16", (3, 8, 8), 4), DEVICE)
-    flat = net.fresh(0, torch.tensor([0], device=DEVICE), torch.arange(2, device=DEVICE)).requires_grad_()
+    flat = net.fresh(
+        0, Purpose.ENCODER, torch.tensor([0], device=DEVICE), torch.arange(2, device=DEVICE)
+    ).requires_grad_()
     x = tensor(2, 3, 3, 8, 8)
 
     def loss(flat, x):

@@ -99,6 +99,14 @@ def test_every_kernel_keeps_the_contract(kernel):
     assert torch.autograd.gradcheck(lambda a, b: kernel(a, b, fixed), (x[0].requires_grad_(), y[0].requires_grad_()))
 
 
+def test_rates():
+    """Every named kernel has a default learning rate; products have none, and M3D asks for one."""
+    assert [make_kernel(n).rate for n in ("gaussian", "linear")] == [1.0, 5.2e-3]
+    assert math.isclose(make_kernel("polynomial").rate, 6.5e-6) and make_kernel("polynomial:degree=3").rate < 2e-8
+    assert (2 * Gaussian()).rate == 0.5 and (Gaussian() + Linear()).rate == 5.2e-3
+    assert (Linear() * Polynomial()).rate is None and (2 * (Linear() * Polynomial())).rate is None
+
+
 def test_wrong_operands_and_values_are_refused():
     with pytest.raises(M3DError, match="kernel \\+ 3"):
         Gaussian() + 3

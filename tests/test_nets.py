@@ -8,6 +8,7 @@ from torch import nn
 
 from m3d.errors import M3DError
 from m3d.nets import NETS, FlatNet, make_net
+from m3d.rng import Purpose
 
 
 def reference_convnet3(channels: int, classes: int, padding: int = 1) -> nn.Sequential:
@@ -51,7 +52,7 @@ def test_every_listed_network_builds_and_runs_flat():
     assert len(names) >= 7
     for name in names:
         net = FlatNet(make_net(name, (3, 64, 64), 5))
-        seen = net(net.fresh(0, torch.tensor([0]), torch.arange(2)), torch.rand(2, 3, 3, 64, 64))
+        seen = net(net.fresh(0, Purpose.ENCODER, torch.tensor([0]), torch.arange(2)), torch.rand(2, 3, 3, 64, 64))
         assert seen.logits.shape == (2, 3, 5) and seen.maps == ()
 
 
@@ -70,10 +71,11 @@ def test_flat_and_stacked_equal_the_module():
 
 def test_fresh_weights_follow_the_librarys_law():
     net = FlatNet(make_net("convnet3", (3, 32, 32), 10))
-    rows = net.fresh(0, torch.tensor([0]), torch.arange(2))
+    rows = net.fresh(0, Purpose.ENCODER, torch.tensor([0]), torch.arange(2))
     assert rows.shape == (2, net.size) and not torch.equal(rows[0], rows[1])
-    assert torch.equal(rows, net.fresh(0, torch.tensor([0]), torch.arange(2)))
-    assert not torch.equal(rows, net.fresh(0, torch.tensor([1]), torch.arange(2)))
+    assert torch.equal(rows, net.fresh(0, Purpose.ENCODER, torch.tensor([0]), torch.arange(2)))
+    assert not torch.equal(rows, net.fresh(0, Purpose.ENCODER, torch.tensor([1]), torch.arange(2)))
+    assert not torch.equal(rows, net.fresh(0, Purpose.CLASSIFIER, torch.tensor([0]), torch.arange(2)))
     mine = {name: value[0] for name, value in net.unflatten(rows).items()}
     theirs = dict(make_net("convnet3", (3, 32, 32), 10).named_parameters())
     assert mine.keys() == theirs.keys()
@@ -91,7 +93,7 @@ def test_fresh_weights_follow_the_librarys_law():
 
 def test_gradients_reach_the_flat_vector():
     net = FlatNet(make_net("convnet2:width=4", (1, 8, 8), 3))
-    flat = net.fresh(0, torch.tensor([0]), torch.tensor([0])).double().requires_grad_()
+    flat = net.fresh(0, Purpose.ENCODER, torch.tensor([0]), torch.tensor([0])).double().requires_grad_()
     x = torch.rand(1, 2, 1, 8, 8).double()
     net(flat, x, torch.float64).logits.square().sum().backward()
     assert (flat.grad != 0).float().mean() > 0.9

@@ -23,7 +23,7 @@ class Kernel(nn.Module):
 
     scales: int = 0  # how many data-dependent bandwidths this kernel needs
     universal: bool = False  # whether the mean map is injective (Theorem 1)
-    rate: float = 1.0  # M3D's default learning rate is rate × IPC: each kernel's gradient has its own size
+    rate: float | None = None  # M3D's default learning rate is rate × IPC: each kernel's gradient has its own size
 
     def scale(self, x: Tensor, y: Tensor) -> Tensor:
         """[..., scales]: bandwidths from the stack [x; y], detached, shared by the three terms of MMD²."""
@@ -70,6 +70,7 @@ class Gaussian(Kernel):
 
     scales = 1
     universal = True
+    rate = 1.0
 
     def __init__(self, multiples: Sequence[float] = (0.25, 0.5, 1.0, 2.0, 4.0)):
         super().__init__()
@@ -101,8 +102,6 @@ class Gaussian(Kernel):
 class Polynomial(Kernel):
     """K(x, y) = (⟨x, y⟩ + c)^degree: sees moments up to ``degree`` and no further."""
 
-    rate = 6.5e-6  # first step as long as the Gaussian's on CIFAR-10 (degree 2); degree 3: about 1e-8
-
     def __init__(self, degree: int = 2, offset: float = 1.0):
         super().__init__()
         if degree < 1 or offset < 0:
@@ -110,6 +109,8 @@ class Polynomial(Kernel):
                 f"polynomial: degree={degree}, offset={offset} is not valid; allowed: degree ≥ 1, offset ≥ 0"
             )
         self.degree, self.offset = degree, offset
+        # First step as long as the Gaussian's on CIFAR-10, where ⟨x, y⟩ is about 400: K' = degree · ⟨x, y⟩^(degree−1).
+        self.rate = 5.2e-3 / (degree * 400.0 ** (degree - 1))
 
     def forward(self, x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
         return (x @ y.mT + self.offset) ** self.degree
@@ -140,7 +141,8 @@ class Scaled(Kernel):
         if not weight > 0:
             raise M3DError(f"a kernel times {weight} is no kernel; allowed: a positive number")
         self.kernel, self.weight = kernel, float(weight)
-        self.scales, self.universal, self.rate = kernel.scales, kernel.universal, kernel.rate / self.weight
+        self.scales, self.universal = kernel.scales, kernel.universal
+        self.rate = None if kernel.rate is None else kernel.rate / self.weight
 
     def scale(self, x: Tensor, y: Tensor) -> Tensor:
         return self.kernel.scale(x, y)
@@ -159,7 +161,6 @@ class _Pair(Kernel):
         super().__init__()
         self.first, self.second = first, second
         self.scales = first.scales + second.scales
-        self.rate = min(first.rate, second.rate)  # the steeper one limits the step
 
     def scale(self, x: Tensor, y: Tensor) -> Tensor:
         return torch.cat([self.first.scale(x, y), self.second.scale(x, y)], dim=-1)
@@ -174,6 +175,8 @@ class Sum(_Pair):
     def __init__(self, first: Kernel, second: Kernel):
         super().__init__(first, second)
         self.universal = first.universal or second.universal
+        if first.rate is not None and second.rate is not None:
+            self.rate = min(first.rate, second.rate)  # the steeper one limits the step
 
     def forward(self, x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
         a, b = self._split(scale)

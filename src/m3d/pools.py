@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from m3d import rng
 from m3d.errors import M3DError
 from m3d.nets.flat import FlatNet
 from m3d.runtime import Repeated, Runtime
@@ -72,4 +73,4 @@ class _FreshPool(LivePool):
 
     @torch.no_grad()
     def _fill(self) -> None:
-        self.parameters_flat.copy_(self.net.fresh(self.seed, self.index, self.lane)[0])
+        self.parameters_flat.copy_(self.net.fresh(self.seed, rng.Purpose.ENCODER, self.index, self.lane)[0])

@@ -23,7 +23,7 @@ _SHUFFLE_ROUNDS = 16  # an element's place is uniform up to the 2^-16 chance tha
 class Purpose(IntEnum):
     """What a draw is for: draws of different purposes are independent."""
 
-    NETWORK = 1  # initial weights of an encoder or classifier
+    ENCODER = 1  # initial weights of the networks used for matching
     REAL = 2  # which real images enter a step
     SYNTHETIC = 3  # which decoded synthetic images enter a step
     AUGMENT = 4  # augmentation in matching
@@ -33,6 +33,7 @@ class Purpose(IntEnum):
     TRAIN_AUGMENT = 8  # augmentation in training
     CUTMIX = 9  # CutMix boxes
     PARTNER = 10  # who is mixed with whom
+    CLASSIFIER = 11  # initial weights of the networks trained for evaluation: never those of an encoder
 
 
 def philox(

@@ -76,7 +76,9 @@ class Trainer:
         self.steps_per_epoch = -(-len(images) // self.batch)
         self.epochs_per_block = max(1, _BLOCK_STEPS // self.steps_per_epoch)
         self.lanes = torch.arange(repeats, device=device)
-        self.flat = net.fresh(seed, self.lanes.new_zeros(1), self.lanes).requires_grad_()  # [R, P]
+        self.flat = net.fresh(
+            seed, rng.Purpose.CLASSIFIER, self.lanes.new_zeros(1), self.lanes
+        ).requires_grad_()  # [R, P]
         self.velocity = torch.zeros_like(self.flat, requires_grad=False)
         self.rate = torch.zeros((), device=device)
         self.epoch = 0

@@ -76,7 +76,7 @@ _CIFAR100_NAMES = _words(
 )
 _CIFAR10_BATCHES = _words("data_batch_1 data_batch_2 data_batch_3 data_batch_4 data_batch_5 test_batch")
 _CIFAR_URL = "https://www.cs.toronto.edu/~kriz/"
-# The literature on condensation normalises CIFAR-10 and CIFAR-100 by the same numbers, and so do we to be comparable.
+# As in the paper's own code: CIFAR-10's numbers for both, to be comparable (others use CIFAR-100's own).
 # (The deviations are averages of each image's own; that of all pixels is about 0.247.)
 _CIFAR_MEAN, _CIFAR_STD = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
 

@@ -6,8 +6,8 @@ randomly initialised encoders that each serve ``ipm`` iterations, with factor & 
 Where this departs from the text, and why:
 - All classes move in one step instead of one after the other. The losses of different classes share nothing but the
   encoder, so the gradients are the same; SGD momentum 0.5 is then applied once per iteration.
-- The learning rate is IPC, not 1. The gradient of a mean over |S| images falls as 1/|S|, and 1 does not reach the
-  paper's own numbers at 10 and 50 images per class.
+- The learning rate is IPC, not 1: the gradient of a mean over |S| images falls as 1/|S|, so this keeps an image's step
+  the same whatever their number.
 - The Gaussian kernel is a sum over five bandwidths around the mean squared distance, as in the authors' code.
 """
 
@@ -17,6 +17,7 @@ from typing import Literal
 
 from m3d.augment import Augment
 from m3d.engine import Matching, Method
+from m3d.errors import M3DError
 from m3d.kernels import make_kernel
 from m3d.methods import METHODS, Task
 from m3d.objectives.features import MMD
@@ -54,7 +55,10 @@ def m3d(
 ) -> Method:
     """Minimise the maximum mean discrepancy of representations under random encoders (the paper's method)."""
     chosen = make_kernel(kernel)
-    default_rate = chosen.rate * _DATA_RATE.get(task.data, 1.0) * task.ipc
+    if lr is None:
+        if chosen.rate is None:
+            raise M3DError(f"kernel {kernel!r} has no default learning rate; give one with --lr")
+        lr = chosen.rate * _DATA_RATE.get(task.data, 1.0) * task.ipc
     return Method(
         init=RandomReal() if init == "real" else Noise(),
         tiles=Tiles(default_factor(task.shape) if factor is None else factor),
@@ -62,7 +66,7 @@ def m3d(
             steps=steps,
             pool=Fresh(every=ipm),
             objective=MMD(chosen),
-            player=Descent(lr=default_rate if lr is None else lr, momentum=momentum),
+            player=Descent(lr=lr, momentum=momentum),
             augment=Augment.parse(augment),
             batch_real=batch_real,
             batch_syn_max=batch_syn_max,

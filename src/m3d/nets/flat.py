@@ -46,9 +46,9 @@ class FlatNet:
         """P, the number of parameters."""
         return sum(self.sizes)
 
-    def fresh(self, seed: int, index: Tensor, lanes: Tensor) -> Tensor:
+    def fresh(self, seed: int, purpose: rng.Purpose, index: Tensor, lanes: Tensor) -> Tensor:
         """[R, P]: randomly initialised parameters number ``index`` [1], one row for each of ``lanes`` [R]."""
-        u = rng.uniform(seed, rng.Purpose.NETWORK, index, lanes, self.size)[0]
+        u = rng.uniform(seed, purpose, index, lanes, self.size)[0]
         return self.base + self.spread * (2 * u - 1)
 
     def unflatten(self, flat: Tensor) -> dict[str, Tensor]:
