@@ -13,7 +13,7 @@ import torch
 
 import m3d
 from m3d.data import ClassData, Dataset
-from m3d.engine import BLOCK, Interrupted, Matching, Method, Watch, _Step, condense
+from m3d.engine import BLOCK, Matching, Method, Watch, _Step, condense
 from m3d.errors import M3DError
 from m3d.kernels import Gaussian, Linear
 from m3d.methods import Task, make_method
@@ -22,7 +22,7 @@ from m3d.objectives import MMD
 from m3d.objectives.features import Objective
 from m3d.players import Descent
 from m3d.pools import Fresh
-from m3d.runtime import Runtime
+from m3d.runtime import Interrupted, Runtime
 from m3d.select import RandomReal
 from m3d.store import RunFolder
 from m3d.synth import Tiles
@@ -185,7 +185,7 @@ def test_resumed_equals_uninterrupted(tiny, tmp_path, stop_at, monkeypatch):
 
     with pytest.raises(Interrupted) as stopped:
         run(tiny, steps=steps, watch=Watch(report=stop, folder=folder))
-    assert stopped.value.step == stop_at
+    assert stopped.value.done == stop_at
     resumed = run(tiny, steps=steps, watch=Watch(folder=folder))
     assert torch.equal(resumed.pixels, whole.pixels)
     assert resumed.losses == whole.losses
@@ -233,6 +233,29 @@ def test_killed_run_resumes_bit_identically(tiny_file, tmp_path):
     assert not (folder / RunFolder.CHECKPOINT).exists()
     assert len((folder / RunFolder.HISTORY).read_text().splitlines()) == 401
     assert m3d.resume(folder).fingerprint == resumed.fingerprint  # resuming a finished run just returns it
+
+
+def test_classes_are_halved_when_memory_runs_out(tiny, monkeypatch, caplog):
+    """At most one class fits: the run shrinks its chunks, and its result is that of chunks of one."""
+    whole, loss, tried = run(tiny), _Step.loss, []
+
+    def hungry(self, classes, *draws):
+        tried.append(len(classes))
+        if len(classes) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return loss(self, classes, *draws)
+
+    monkeypatch.setattr(_Step, "loss", hungry)
+    result = run(tiny)
+    assert tried[:3] == [3, 2, 1] and set(tried[2:]) == {1} and "not enough memory" in caplog.text
+    torch.testing.assert_close(result.pixels, whole.pixels, atol=1e-5, rtol=1e-4)
+
+    def starving(self, classes, *draws):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(_Step, "loss", starving)
+    with pytest.raises(M3DError, match="step 0 does not fit into memory with 1 class"):
+        run(tiny)
 
 
 class Poisoned(Objective):

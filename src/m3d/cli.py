@@ -155,7 +155,7 @@ def condense(
 
 def _condense(call: Callable[[Any, Callable[[Progress], None] | None], Any], folder: Path, as_json: bool) -> None:
     from m3d import api
-    from m3d.engine import Interrupted
+    from m3d.runtime import Interrupted
 
     try:
         with _progress_bar(quiet=as_json) as report:
@@ -194,6 +194,7 @@ def evaluate(
     batch: Annotated[int | None, typer.Option(help="Batch size instead of the protocol's.")] = None,
     repeats: Annotated[int, typer.Option(help="Networks trained, each from its own random weights.")] = 10,
     split: Annotated[str, typer.Option(help="test, or val where a part was held out.")] = "test",
+    out: Annotated[Path | None, typer.Option(help="With --full: folder for the record and the checkpoint.")] = None,
     seed: Seed = 0,
     data_root: DataRoot = None,
     size: Size = None,
@@ -208,24 +209,30 @@ def evaluate(
     from m3d.data import load_data
     from m3d.evaluation import evaluate as evaluate_set
     from m3d.evaluation import evaluate_whole, make_protocol
-    from m3d.runtime import Runtime
+    from m3d.runtime import Interrupted, Runtime
     from m3d.store import CondensedSet, RunFolder
 
     rules = make_protocol(protocol or ("whole" if full else "paper"), epochs=epochs, batch=batch)
     runtime = Runtime.choose(device, precision)
     settings: dict[str, Any] = {"net": net, "protocol": rules, "repeats": repeats, "seed": seed, "split": split}
-    with _epoch_bar(quiet=as_json) as report:
-        if full is not None:
-            dataset = load_data(full, data_root=data_root, size=size)
-            result = evaluate_whole(dataset, runtime=runtime, report=report, **settings)
-        else:
-            assert run is not None
-            condensed = CondensedSet.load(run)
-            dataset = load_source(condensed, data, data_root)
-            result = evaluate_set(condensed, dataset, runtime=runtime, report=report, **settings)
+    home = out if full is not None else run
+    folder = RunFolder(home) if home is not None and (full is not None or home.is_dir()) else None
+    settings |= {"runtime": runtime, "folder": folder}
+    try:
+        with _epoch_bar(quiet=as_json) as report:
+            if full is not None:
+                result = evaluate_whole(load_data(full, data_root=data_root, size=size), report=report, **settings)
+            else:
+                condensed = CondensedSet.load(Path(str(run)))
+                dataset = load_source(condensed, data, data_root)
+                result = evaluate_set(condensed, dataset, report=report, **settings)
+    except Interrupted as stop:
+        again = "; the same command continues it" if folder is not None else ""
+        typer.echo(f"m3d: {stop}{again}", err=True)
+        raise typer.Exit(130) from None
     record = result.as_record()
-    if run is not None and run.is_dir():
-        RunFolder(run).add_result(record)
+    if folder is not None:
+        folder.add_result(record)
     if as_json:
         typer.echo(json.dumps(record))
         return

@@ -7,12 +7,10 @@ is a pure function of tensors at fixed addresses, which CUDA replays from a reco
 from __future__ import annotations
 
 import copy
+import logging
 import math
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,12 +26,13 @@ from m3d.objectives.features import Objective
 from m3d.players import Player
 from m3d.pools import Pool
 from m3d.probes import Forward, Probe
-from m3d.runtime import Repeated, Runtime, pick
+from m3d.runtime import Interrupted, Repeated, Runtime, pick, stop_politely
 from m3d.select import Init
 from m3d.store import RunFolder
 from m3d.synth import Synthetic, Tiles
 from m3d.types import Batch
 
+log = logging.getLogger(__name__)
 BLOCK = 64  # steps whose draws are made together, and whose losses wait together on the device
 _REPORT_SECONDS = 0.5
 _CPU_MAPS = 2**26  # bytes
@@ -104,14 +103,6 @@ class Outcome:
     seconds: float
     best: tuple[Tensor, int, float] | None = None  # (pixels, step, validation accuracy)
     judged: list[tuple[int, float]] = field(default_factory=list)
-
-
-class Interrupted(Exception):
-    """The run was asked to stop; its checkpoint is written."""
-
-    def __init__(self, step: int):
-        super().__init__(f"stopped after {step} steps")
-        self.step = step
 
 
 def condense(
@@ -237,8 +228,8 @@ class _Run:
         watch: Watch,
     ):
         self.state = _Step(method, matching, data, net, pixels, seed, runtime)
+        self.matching, self.data, self.watch, self.runtime = matching, data, watch, runtime
         self.advance = Repeated(self.state.advance, runtime)
-        self.matching, self.data, self.watch = matching, data, watch
         self.step = 0
         self.losses: list[float] = []
         self.judged: list[tuple[int, float]] = []
@@ -255,7 +246,7 @@ class _Run:
     def finish(self) -> Outcome:
         self.state.refill(self.step)
         self.state.pool.restore(self.step)
-        with _stop_politely() as stopping:
+        with stop_politely() as stopping:
             while self.step < self.matching.steps:
                 self._one_step()
                 if self._flush_due():
@@ -277,8 +268,26 @@ class _Run:
             self.state.refill(self.step)
         if self.state.pool.due(self.step):
             self.state.pool.draw(self.step)
-        self.advance()
+        while True:
+            try:
+                self.advance()
+                break
+            except torch.OutOfMemoryError as error:
+                self._take_fewer_classes(error)
         self.step += 1
+
+    def _take_fewer_classes(self, error: torch.OutOfMemoryError) -> None:
+        """Half as many classes at a time. Memory runs out before anything moved, so the step is simply tried again."""
+        if self.state.chunk == 1 or self.state.objective.across_classes:
+            raise M3DError(
+                f"step {self.step} does not fit into memory with {self.state.chunk} class(es) at a time; "
+                f"lower --batch-real, --ipc or --size"
+            ) from error
+        self.state.chunk = -(-self.state.chunk // 2)
+        log.warning("not enough memory: %d classes at a time from here on", self.state.chunk)
+        if self.runtime.device.type == "cuda":
+            torch.cuda.empty_cache()
+        self.advance = Repeated(self.state.advance, self.runtime)  # what was recorded belongs to the larger chunk
 
     def _flush_due(self) -> bool:
         late = time.perf_counter() - self._last_report > _REPORT_SECONDS
@@ -360,26 +369,3 @@ class _Run:
         self.judged = [(int(s), float(a)) for s, a in state["judged"]]
         self.step, self._earlier_seconds = int(state["step"]), float(state["seconds"])
         self.state.load_state_dict(tensors)
-
-
-@contextmanager
-def _stop_politely() -> Iterator[threading.Event]:
-    """Turn the first Ctrl-C or SIGTERM into a request to stop after the current step; a second one is immediate."""
-    asked = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield asked
-        return
-    before = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
-
-    def ask(number: int, frame: Any) -> None:
-        if asked.is_set():
-            raise KeyboardInterrupt
-        asked.set()
-
-    try:
-        for s in before:
-            signal.signal(s, ask)
-        yield asked
-    finally:
-        for s, handler in before.items():
-            signal.signal(s, handler)

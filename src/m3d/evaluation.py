@@ -6,11 +6,14 @@ advance; it is chosen on the test data and is reported only because published nu
 
 from __future__ import annotations
 
+import hashlib
+import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,8 +24,8 @@ from m3d.errors import M3DError
 from m3d.nets import make_net
 from m3d.nets.flat import FlatNet
 from m3d.registry import Registry
-from m3d.runtime import Runtime
-from m3d.store import CondensedSet
+from m3d.runtime import Interrupted, Runtime, stop_politely
+from m3d.store import CondensedSet, RunFolder, read_checked, write_checked
 from m3d.train import Images, Recipe, Trainer
 
 
@@ -151,8 +154,13 @@ def evaluate(
     split: str = "test",
     runtime: Runtime | None = None,
     report: Callable[[int, int], None] | None = None,
+    folder: RunFolder | None = None,
+    checkpoint_seconds: float = 60.0,
 ) -> Result:
-    """Train ``repeats`` fresh networks on the condensed set and measure them on ``data``'s test (or val) split."""
+    """Train ``repeats`` fresh networks on the condensed set and measure them on ``data``'s test (or val) split.
+
+    With ``folder`` a long evaluation is checkpointed there, and goes on from its checkpoint when asked for again.
+    """
     pixels, labels = condensed.decoded()
     if condensed.images.shape[1:] != data.shape or condensed.class_names != list(data.class_names):
         raise M3DError(
@@ -166,7 +174,8 @@ def evaluate(
         "set": condensed.fingerprint,
         "steps": condensed.manifest.get("steps"),
     }
-    return _train_and_test(pixels, labels, data, source, net, protocol, repeats, seed, split, runtime, report)
+    saver = _Saver(folder, checkpoint_seconds)
+    return _train_and_test(pixels, labels, data, source, net, protocol, repeats, seed, split, runtime, report, saver)
 
 
 def evaluate_whole(
@@ -179,11 +188,14 @@ def evaluate_whole(
     split: str = "test",
     runtime: Runtime | None = None,
     report: Callable[[int, int], None] | None = None,
+    folder: RunFolder | None = None,
+    checkpoint_seconds: float = 60.0,
 ) -> Result:
     """Train on the whole training data: the upper bound a condensed set is measured against."""
     source = {"method": "whole", "ipc": None}
     pixels, labels = data.train.images, data.train.labels()
-    return _train_and_test(pixels, labels, data, source, net, protocol, repeats, seed, split, runtime, report)
+    saver = _Saver(folder, checkpoint_seconds)
+    return _train_and_test(pixels, labels, data, source, net, protocol, repeats, seed, split, runtime, report, saver)
 
 
 def _train_and_test(
@@ -198,6 +210,7 @@ def _train_and_test(
     split: str,
     runtime: Runtime | None,
     report: Callable[[int, int], None] | None,
+    saver: _Saver,
 ) -> Result:
     runtime = runtime or Runtime.choose()
     protocol = make_protocol(protocol) if isinstance(protocol, str) else protocol
@@ -210,27 +223,74 @@ def _train_and_test(
     flat_net = FlatNet(make_net(net, data.shape, data.classes), device)
     test = _images(_split_of(data, split), data, device)
     train = Images(pixels.to(device), labels.to(device), data.mean, data.std)
-    with runtime.active():
-        trainer = Trainer(flat_net, train, recipe, repeats, seed, runtime)
-        measured = {}
-        for epoch in protocol.checks:
-            trainer.run(epoch)
-            measured[epoch] = trainer.accuracy(test).cpu()  # [R]
-            if report is not None:
-                report(epoch, recipe.epochs)
-    values = torch.stack(list(measured.values()))
     record = {
         **source,
         "data": {"name": data.name, "fingerprint": data.train.fingerprint, "split": split},
         "net": net,
         "protocol": {"name": protocol.name, **asdict(recipe), "augment": str(recipe.augment)},
+        "repeats": repeats,
         "seed": seed,
+        "precision": runtime.precision,
+    }
+    with runtime.active():
+        trainer = Trainer(flat_net, train, recipe, repeats, seed, runtime)
+        measured, earlier = saver.begin(trainer, record)
+        with stop_politely() as stopping:
+            while trainer.epoch < recipe.epochs:
+                trainer.run(trainer.epoch + 1)
+                if trainer.epoch in protocol.checks:
+                    measured[trainer.epoch] = trainer.accuracy(test).cpu()  # [R]
+                    if report is not None:
+                        report(trainer.epoch, recipe.epochs)
+                saver.tend(trainer, measured, earlier + time.perf_counter() - began, stopping.is_set())
+    saver.finish()
+    values = torch.stack([measured[epoch] for epoch in protocol.checks])
+    record |= {
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
         "peak_memory": runtime.peak_memory(),
         **runtime.describe(),
     }
+    seconds = earlier + time.perf_counter() - began
     means = {epoch: float(v.mean()) for epoch, v in measured.items()}
-    return Result(values[-1].tolist(), values.max(0).values.tolist(), means, time.perf_counter() - began, record)
+    return Result(values[-1].tolist(), values.max(0).values.tolist(), means, seconds, record)
+
+
+class _Saver:
+    """Checkpoints of one evaluation in its run's folder; without a folder, nothing is written and nothing resumed."""
+
+    def __init__(self, folder: RunFolder | None, every: float):
+        self._folder, self._every = folder, every
+        self._last = time.perf_counter()
+        self._path: Path | None = None
+
+    def begin(self, trainer: Trainer, record: Mapping[str, Any]) -> tuple[dict[int, torch.Tensor], float]:
+        """(accuracies measured before, seconds spent before); the trainer continues where a checkpoint left it.
+
+        A checkpoint's name is a digest of everything that decides its outcome, so another evaluation never takes it.
+        """
+        if self._folder is None:
+            return {}, 0.0
+        digest = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:16]
+        self._path = self._folder / f"evaluation-{digest}.safetensors"
+        if not self._path.exists():
+            return {}, 0.0
+        tensors, state = read_checked(self._path)
+        trainer.load(tensors)
+        return {int(epoch): tensors[f"accuracy.{epoch}"] for epoch in state["measured"]}, float(state["seconds"])
+
+    def tend(self, trainer: Trainer, measured: Mapping[int, torch.Tensor], seconds: float, stopping: bool) -> None:
+        """Save if it is time to, or if the work is asked to stop."""
+        if stopping or (self._path is not None and time.perf_counter() - self._last > self._every):
+            if self._path is not None:
+                tensors = {**trainer.state(), **{f"accuracy.{epoch}": v for epoch, v in measured.items()}}
+                write_checked(self._path, tensors, {"measured": list(measured), "seconds": seconds})
+            self._last = time.perf_counter()
+        if stopping:
+            raise Interrupted(trainer.epoch, "epochs")
+
+    def finish(self) -> None:
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
 
 
 def _split_of(data: Dataset, split: str) -> ClassData:

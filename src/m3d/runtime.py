@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import platform
+import signal
 import subprocess
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -161,3 +163,34 @@ class Repeated:
 def pick(buffer: Tensor, slot: Tensor) -> Tensor:
     """``buffer[slot]`` for a one-element index tensor: which row is read may change without the host knowing."""
     return buffer.index_select(0, slot)[0]
+
+
+class Interrupted(Exception):
+    """Work was asked to stop; its checkpoint is written."""
+
+    def __init__(self, done: int, unit: str = "steps"):
+        super().__init__(f"stopped after {done} {unit}")
+        self.done = done
+
+
+@contextmanager
+def stop_politely() -> Iterator[threading.Event]:
+    """Turn the first Ctrl-C or SIGTERM into a request to stop after the current step; a second one is immediate."""
+    asked = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+    before = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
+
+    def ask(number: int, frame: Any) -> None:
+        if asked.is_set():
+            raise KeyboardInterrupt
+        asked.set()
+
+    try:
+        for s in before:
+            signal.signal(s, ask)
+        yield asked
+    finally:
+        for s, handler in before.items():
+            signal.signal(s, handler)

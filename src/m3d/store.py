@@ -165,9 +165,7 @@ class RunFolder:
         """Write a checkpoint; the one before stays as a fall-back."""
         if (self / self.CHECKPOINT).exists():
             (self / self.CHECKPOINT).replace(self / self.PREVIOUS)
-        plain = {k: v.detach().cpu().contiguous() for k, v in tensors.items()}
-        sums = {k: _sha256(v) for k, v in plain.items()}
-        write_bytes(self / self.CHECKPOINT, to_safetensors(plain, {"m3d": json.dumps({**state, "sha256": sums})}))
+        write_checked(self / self.CHECKPOINT, tensors, state)
 
     def load_checkpoint(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         """(tensors, state) of the newest whole checkpoint, or None if there is none."""
@@ -176,7 +174,7 @@ class RunFolder:
             if not (self / name).exists():
                 continue
             try:
-                return _checked(self / name)
+                return read_checked(self / name)
             except M3DError as error:
                 broken = error
         if broken is not None:
@@ -206,7 +204,15 @@ def read_tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         raise M3DError(f"{str(file)!r} is not a whole safetensors file: {error}") from error
 
 
-def _checked(file: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def write_checked(file: Path, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+    """Tensors and a JSON state in one file, with checksums."""
+    plain = {k: v.detach().cpu().contiguous() for k, v in tensors.items()}
+    sums = {k: _sha256(v) for k, v in plain.items()}
+    write_bytes(file, to_safetensors(plain, {"m3d": json.dumps({**state, "sha256": sums})}))
+
+
+def read_checked(file: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """(tensors, state) of a file that :func:`write_checked` wrote, or an error that names it."""
     tensors, metadata = read_tensors(file)
     state = _json_object(metadata, file)
     sums = state.pop("sha256", None)

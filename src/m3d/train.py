@@ -7,6 +7,7 @@ networks is one recorded graph.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -82,6 +83,7 @@ class Trainer:
         self.velocity = torch.zeros_like(self.flat, requires_grad=False)
         self.rate = torch.zeros((), device=device)
         self.epoch = 0
+        self._filled = -1  # which block of epochs the draws below belong to
         block = self.epochs_per_block * self.steps_per_epoch
         self.slot = torch.zeros(1, dtype=torch.long, device=device)
         self.index = torch.zeros(block, repeats, self.batch, dtype=torch.long, device=device)
@@ -93,15 +95,28 @@ class Trainer:
     def run(self, until: int) -> None:
         """Train up to the end of epoch ``until``."""
         while self.epoch < until:
-            if self.epoch % self.epochs_per_block == 0:
-                self._refill(self.epoch)
             self._begin_epoch()
             for k in range(self.steps_per_epoch):
                 size = min(self.batch, len(self.images) - k * self.batch)
                 self._step_of(size)()
             self.epoch += 1
 
+    def state(self) -> dict[str, Tensor]:
+        """All that a later session needs to go on after the last finished epoch."""
+        return {"flat": self.flat.detach(), "velocity": self.velocity, "epoch": torch.tensor(self.epoch)}
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        self.flat.copy_(state["flat"])
+        self.velocity.copy_(state["velocity"])
+        self.epoch = int(state["epoch"])
+
     def _begin_epoch(self) -> None:
+        block, within = divmod(self.epoch, self.epochs_per_block)
+        if block != self._filled:
+            self._refill(block * self.epochs_per_block)
+            self._filled = block
+        self.slot.fill_(within * self.steps_per_epoch)
         self.rate.fill_(self.recipe.rate(self.epoch))
         if self.recipe.fresh_momentum and self.epoch in self.recipe.milestones:
             self.velocity.zero_()
@@ -120,7 +135,6 @@ class Trainer:
         self.uniforms[..., 0] = self.uniforms[..., :1, 0]  # one choice of operation per network and batch
         self.mix.copy_(rng.uniform(self.seed, rng.Purpose.CUTMIX, steps, self.lanes, 4))
         self.partner.copy_(rng.bits(self.seed, rng.Purpose.PARTNER, steps, self.lanes, self.batch))
-        self.slot.zero_()
 
     def _step_of(self, size: int) -> Repeated:
         if size not in self._steps:
