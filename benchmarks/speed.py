@@ -56,14 +56,15 @@ def seconds(call: Callable[[], Any], times: int, device: str) -> float:
     return (time.perf_counter() - began) / times
 
 
-def our_step(data: Dataset, ipc: int, runtime: Runtime, **options: Any) -> Callable[[], None]:
-    """The engine's own step, draws and encoder refills included, as the loop runs it."""
+def our_step(data: Dataset, ipc: int, runtime: Runtime, chunk: int | None = None, **options: Any) -> Callable[[], None]:
+    """The engine's own step, draws and encoder refills included, as the loop runs it, ``chunk`` classes at a time."""
     task = Task(data.name, data.shape, data.classes, ipc)
     method, _ = make_method("m3d", task, options)
     assert method.matching is not None
     net = FlatNet(make_net("convnet3", data.shape, data.classes), runtime.device)
     pixels = method.tiles.encode(method.init(data, ipc * method.tiles.cells, 0))
     step = _Step(method, method.matching, data, net, pixels, 0, runtime)
+    step.chunk = chunk or step.chunk
     advance, counter = Repeated(step.advance, runtime), iter(range(10**9))
 
     def call() -> None:
