@@ -269,6 +269,21 @@ def test_help_answers_at_once_and_without_torch():
     subprocess.run([sys.executable, "-c", loaded], check=True, capture_output=True)
 
 
+def test_tensorboard(capsys, tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    try:
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    except ImportError:
+        err = fails(capsys, "condense", "digits", *FAST, "--out", folder, "--tensorboard")
+        assert "m3d[tensorboard]" in err and not folder.exists()
+        return
+    monkeypatch.setattr("m3d.engine._REPORT_SECONDS", 0.0)
+    assert run(capsys, "condense", "digits", *FAST, "--out", folder, "--tensorboard")[0] == 0
+    events = EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    assert [e.step for e in events.Scalars("loss")] == [1, 2, 3]
+
+
 def test_no_command_shows_the_help(capsys):
     code, out, _ = run(capsys)
     assert code == 0 and "Commands:" in out and "condense" in out

@@ -110,13 +110,16 @@ def condense(
     ] = False,
     step_mode: Annotated[str, typer.Option(help="auto (compile long CUDA runs), eager or compile.")] = "auto",
     checkpoint_seconds: Annotated[float, typer.Option(help="Seconds between checkpoints.")] = 60.0,
+    tensorboard: Annotated[
+        bool, typer.Option("--tensorboard", help="Log to RUN/tensorboard (extra tensorboard).")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Condense DATA to a few synthetic images per class."""
     if resume is not None:
         if data is not None:
             raise M3DError(f"--resume continues {str(resume)!r} with its own settings; give no dataset beside it")
-        _condense(lambda api, report: api.resume(resume, report=report), resume, as_json)
+        _condense(lambda api, report: api.resume(resume, report=report), resume, as_json, tensorboard)
         return
     if data is None:
         raise M3DError(
@@ -150,16 +153,19 @@ def condense(
         ),
         folder,
         as_json,
+        tensorboard,
     )
 
 
-def _condense(call: Callable[[Any, Callable[[Progress], None] | None], Any], folder: Path, as_json: bool) -> None:
+def _condense(
+    call: Callable[[Any, Callable[[Progress], None] | None], Any], folder: Path, as_json: bool, tensorboard: bool
+) -> None:
     from m3d import api
     from m3d.runtime import Interrupted
 
     try:
-        with _progress_bar(quiet=as_json) as report:
-            condensed = call(api, report)
+        with _progress_bar(quiet=as_json) as report, _board(folder, tensorboard, report) as watched:
+            condensed = call(api, watched)
     except Interrupted as stop:
         typer.echo(f"m3d: {stop}; continue with: m3d condense --resume {folder}", err=True)
         raise typer.Exit(130) from None
@@ -346,6 +352,34 @@ def _progress_bar(quiet: bool) -> Iterator[Callable[[Progress], None] | None]:
     with Bar(*columns, *timing, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=None, loss=float("nan"), rate=0.0)
         yield lambda p: bar.update(task, completed=p.step, total=p.steps, loss=p.loss, rate=p.rate)
+
+
+@contextmanager
+def _board(
+    folder: Path, wanted: bool, also: Callable[[Progress], None] | None
+) -> Iterator[Callable[[Progress], None] | None]:
+    """Reports go to TensorBoard too, if wanted."""
+    if not wanted:
+        yield also
+        return
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise M3DError("--tensorboard needs the package tensorboard: pip install 'm3d[tensorboard]'") from None
+    writer = SummaryWriter(folder / "tensorboard")
+
+    def report(progress: Progress) -> None:
+        writer.add_scalar("loss", progress.loss, progress.step)
+        writer.add_scalar("steps per second", progress.rate, progress.step)
+        if progress.validation is not None:
+            writer.add_scalar("validation accuracy", progress.validation[1], progress.validation[0])
+        if also is not None:
+            also(progress)
+
+    try:
+        yield report
+    finally:
+        writer.close()
 
 
 @contextmanager

@@ -81,6 +81,7 @@ class Progress:
     loss: float  # mean over classes, latest step
     seconds: float  # spent in this run so far, earlier sessions included
     rate: float  # steps per second, lately
+    validation: tuple[int, float] | None = None  # latest measurement on held-out data: (step, accuracy)
 
 
 @dataclass
@@ -305,7 +306,8 @@ class _Run:
         now = time.perf_counter()
         if self.watch.report is not None:
             rate = (self.step - self._last_step) / max(now - self._last_report, 1e-9)
-            self.watch.report(Progress(self.step, self.matching.steps, self.losses[-1], self.seconds, rate))
+            judged = self.judged[-1] if self.judged else None
+            self.watch.report(Progress(self.step, self.matching.steps, self.losses[-1], self.seconds, rate, judged))
         self._last_report, self._last_step = now, self.step
 
     def _check(self, block: Tensor) -> None:
