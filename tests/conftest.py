@@ -17,6 +17,12 @@ from m3d.data.classes import channel_statistics
 torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory, monkeypatch):
+    """Trained networks go to a folder of the test session, never to the user's."""
+    monkeypatch.setenv("M3D_CACHE", str(tmp_path_factory.getbasetemp() / "networks"))
+
+
 @pytest.fixture(scope="session")
 def digits() -> Dataset:
     return load_data("digits")

@@ -60,7 +60,7 @@ def test_class_batched_step_equals_a_class_by_class_loop(tiny, factor):
     """Gradients of one step over all classes against one class at a time, written out from Algorithm 1, to 1e-5."""
     method = method_of(tiny, 2, factor=factor)
     net = FlatNet(make_net(NET, tiny.shape, 3))
-    pixels = method.tiles.encode(method.init(tiny, 2 * factor**2, 0))
+    pixels = method.tiles.encode(method.init(tiny, 2 * factor**2, 0, CPU))
     step = _Step(method, method.matching, tiny, net, pixels, 0, CPU)
     step.refill(0)
     step.pool.draw(0)
@@ -94,7 +94,7 @@ def test_chunks_of_classes_are_exact(tiny, chunk):
     net = FlatNet(make_net(NET, tiny.shape, 3))
     results = []
     for size in (3, chunk):
-        step = _Step(method, method.matching, tiny, net, method.tiles.encode(method.init(tiny, 8, 0)), 0, CPU)
+        step = _Step(method, method.matching, tiny, net, method.tiles.encode(method.init(tiny, 8, 0, CPU)), 0, CPU)
         step.chunk = size
         step.refill(0)
         step.pool.draw(0)
@@ -121,7 +121,7 @@ def test_standardised_units_move_by_std_squared(tiny):
     dm = method_of(tiny, 2, "dm", **options)
     plain = dataclasses.replace(dm, matching=dataclasses.replace(dm.matching, standardised=False))
     net = FlatNet(make_net(NET, tiny.shape, 3))
-    start = dm.init(tiny, 2, 0)
+    start = dm.init(tiny, 2, 0, CPU)
     moved = [condense(m, tiny, net, 2, 0, CPU).pixels - start for m in (dm, plain)]
     std = torch.tensor(tiny.std)[:, None, None]
     inside = (start > 0.01) & (start < 0.99)
@@ -348,7 +348,7 @@ def test_compiled_step_equals_eager_in_one_graph(tiny):
     """One graph without breaks; losses and gradients equal to 1e-5; a second set of draws does not recompile."""
     method = method_of(tiny, 3, batch_syn_max=5)
     net = FlatNet(make_net(NET, tiny.shape, 3))
-    step = _Step(method, method.matching, tiny, net, method.tiles.encode(method.init(tiny, 12, 0)), 0, CPU)
+    step = _Step(method, method.matching, tiny, net, method.tiles.encode(method.init(tiny, 12, 0, CPU)), 0, CPU)
     step.refill(0)
     compiled = torch.compile(step.loss, backend="aot_eager", fullgraph=True, dynamic=False)
     for k in range(3):

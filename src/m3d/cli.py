@@ -6,7 +6,6 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,11 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from m3d.errors import M3DError, unknown
+from m3d.terminal import board, epoch_bar, progress_bar
 from m3d.version import __version__
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from m3d.engine import Progress
 
 # Click's base error. Some releases of Typer depend on Click and some carry their own copy; this finds either.
@@ -164,7 +162,7 @@ def _condense(
     from m3d.runtime import Interrupted
 
     try:
-        with _progress_bar(quiet=as_json) as report, _board(folder, tensorboard, report) as watched:
+        with progress_bar(quiet=as_json) as report, board(folder, tensorboard, report) as watched:
             condensed = call(api, watched)
     except Interrupted as stop:
         typer.echo(f"m3d: {stop}; continue with: m3d condense --resume {folder}", err=True)
@@ -225,7 +223,7 @@ def evaluate(
     folder = RunFolder(home) if home is not None and (full is not None or home.is_dir()) else None
     settings |= {"runtime": runtime, "folder": folder}
     try:
-        with _epoch_bar(quiet=as_json) as report:
+        with epoch_bar(quiet=as_json) as report:
             if full is not None:
                 result = evaluate_whole(load_data(full, data_root=data_root, size=size), report=report, **settings)
             else:
@@ -296,7 +294,7 @@ def export(
 
 @app.command(name="list", epilog=_examples("m3d list methods", "m3d list methods m3d", "m3d list datasets --json"))
 def list_(
-    what: Annotated[str, typer.Argument(help="methods, kernels, nets, protocols or datasets.")],
+    what: Annotated[str, typer.Argument(help="methods, kernels, nets, inits, protocols or datasets.")],
     name: Annotated[str | None, typer.Argument(help="One of them, to see its options.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -325,7 +323,7 @@ def demo(
     """Condense the embedded digits to one image per class, and compare with a random selection. No download."""
     from m3d.demo import run_demo
 
-    with _progress_bar(quiet=as_json) as report:
+    with progress_bar(quiet=as_json) as report:
         summary = run_demo(out, repeats, report)
     if as_json:
         typer.echo(json.dumps(summary))
@@ -335,59 +333,6 @@ def demo(
     for row in summary["rows"]:
         typer.echo(f"{row['label']:<34}{row['accuracy']:>8.1f} ± {row['sd']:<4.1f}%{row['seconds']:>10.1f}")
     typer.echo(f"\nmean ± sd of {repeats} networks, last epoch. Picture: {summary['picture']}")
-
-
-@contextmanager
-def _progress_bar(quiet: bool) -> Iterator[Callable[[Progress], None] | None]:
-    """A bar with loss, speed and time left on a terminal; nothing where nobody watches."""
-    if quiet or not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bar
-
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]:.4g}"))
-    timing = (TextColumn("{task.fields[rate]:.1f} steps/s"), TimeRemainingColumn())
-    with Bar(*columns, *timing, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=None, loss=float("nan"), rate=0.0)
-        yield lambda p: bar.update(task, completed=p.step, total=p.steps, loss=p.loss, rate=p.rate)
-
-
-@contextmanager
-def _board(
-    folder: Path, wanted: bool, also: Callable[[Progress], None] | None
-) -> Iterator[Callable[[Progress], None] | None]:
-    """Reports go to TensorBoard too, if wanted."""
-    if not wanted:
-        yield also
-        return
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise M3DError("--tensorboard needs the package tensorboard: pip install 'm3d[tensorboard]'") from None
-    writer = SummaryWriter(folder / "tensorboard")
-
-    def report(progress: Progress) -> None:
-        writer.add_scalar("loss", progress.loss, progress.step)
-        writer.add_scalar("steps per second", progress.rate, progress.step)
-        if progress.validation is not None:
-            writer.add_scalar("validation accuracy", progress.validation[1], progress.validation[0])
-        if also is not None:
-            also(progress)
-
-    try:
-        yield report
-    finally:
-        writer.close()
-
-
-@contextmanager
-def _epoch_bar(quiet: bool) -> Iterator[Callable[[int, int], None] | None]:
-    if quiet or not sys.stderr.isatty():
-        yield None
-        return
-    yield lambda epoch, epochs: typer.echo(f"epoch {epoch} of {epochs}", err=True)
 
 
 def _assignments(texts: list[str]) -> dict[str, str]:

@@ -118,7 +118,7 @@ def condense(
     if ipc < 1:
         raise M3DError(f"ipc={ipc} is not valid; allowed: 1 and more images per class")
     with runtime.active():
-        pixels = method.tiles.encode(method.init(data, ipc * method.tiles.cells, seed))
+        pixels = method.tiles.encode(method.init(data, ipc * method.tiles.cells, seed, runtime))
         if method.matching is None:
             return Outcome(pixels.cpu(), [], 0.0)
         return _Run(method, method.matching, data, net, pixels, seed, runtime, watch).finish()

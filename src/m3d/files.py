@@ -1,13 +1,19 @@
-"""Files written whole or not at all."""
+"""Files written whole or not at all, and read with suspicion: safetensors with checksums, JSON, never a pickle."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save as to_safetensors
+from torch import Tensor
 
 from m3d.errors import M3DError
 
@@ -56,6 +62,48 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise M3DError(f"{str(path)!r} must hold a JSON object, got {type(value).__name__}")
     return value
+
+
+def read_tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """(tensors, metadata) of a safetensors file, or an error that names it."""
+    if not file.is_file():
+        raise M3DError(f"{str(file)!r} does not exist; expected a condensed set or a run folder that holds one")
+    try:
+        with safe_open(file, framework="pt") as handle:
+            return {k: handle.get_tensor(k) for k in handle.keys()}, handle.metadata() or {}  # noqa: SIM118 (no iteration)
+    except (SafetensorError, OSError, ValueError) as error:
+        raise M3DError(f"{str(file)!r} is not a whole safetensors file: {error}") from error
+
+
+def write_checked(file: Path, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+    """Tensors and a JSON state in one file, with checksums."""
+    plain = {k: v.detach().cpu().contiguous() for k, v in tensors.items()}
+    sums = {k: sha256(v) for k, v in plain.items()}
+    write_bytes(file, to_safetensors(plain, {"m3d": json.dumps({**state, "sha256": sums})}))
+
+
+def read_checked(file: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """(tensors, state) of a file that :func:`write_checked` wrote, or an error that names it."""
+    tensors, metadata = read_tensors(file)
+    state = json_object(metadata, file)
+    sums = state.pop("sha256", None)
+    if sums != {k: sha256(v) for k, v in tensors.items()}:
+        raise M3DError(f"{str(file)!r}: its tensors do not match their checksums; the file was changed or torn")
+    return tensors, state
+
+
+def json_object(metadata: Mapping[str, str], file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(metadata["m3d"])
+    except (KeyError, ValueError) as error:
+        raise M3DError(f"{str(file)!r} carries no m3d manifest: {error}") from error
+    if not isinstance(value, dict):
+        raise M3DError(f"{str(file)!r}: the manifest must be a JSON object")
+    return value
+
+
+def sha256(tensor: Tensor) -> str:
+    return hashlib.sha256(tensor.detach().cpu().contiguous().numpy().tobytes()).hexdigest()
 
 
 def _sync_folder(folder: Path) -> None:

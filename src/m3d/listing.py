@@ -11,8 +11,15 @@ from m3d.kernels import KERNELS
 from m3d.methods import METHODS
 from m3d.nets import NETS
 from m3d.registry import Registry
+from m3d.select import INITS
 
-_REGISTRIES: dict[str, Registry[Any]] = {"methods": METHODS, "kernels": KERNELS, "nets": NETS, "protocols": PROTOCOLS}
+_REGISTRIES: dict[str, Registry[Any]] = {
+    "methods": METHODS,
+    "kernels": KERNELS,
+    "nets": NETS,
+    "inits": INITS,
+    "protocols": PROTOCOLS,
+}
 KINDS = (*_REGISTRIES, "datasets")
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -11,12 +12,15 @@ from torch import Tensor
 from m3d import rng
 from m3d.data.classes import Dataset
 from m3d.errors import M3DError
+from m3d.registry import Registry, parse_spec
+from m3d.runtime import Runtime
+from m3d.trained import default_recipe, representations, trained_networks
 
 
 class Init(Protocol):
     """Chooses ``count`` starting images of every class."""
 
-    def __call__(self, data: Dataset, count: int, seed: int) -> Tensor:
+    def __call__(self, data: Dataset, count: int, seed: int, runtime: Runtime) -> Tensor:
         """[C, count, ch, h, w] in [0, 1], on the data's device."""
         ...
 
@@ -25,16 +29,8 @@ class Init(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class RandomReal:
-    """Different random real images of each class."""
-
-    def __call__(self, data: Dataset, count: int, seed: int) -> Tensor:
-        self.require(data, count)
-        train = data.train
-        position = torch.arange(count, device=train.device).expand(1, train.classes, count)
-        lanes = torch.arange(train.classes, device=train.device)
-        return train.take(rng.shuffled(seed, rng.Purpose.INIT, position, lanes, train.count)[0])
+class _Selection:
+    """A choice of real images; subclasses say which."""
 
     def require(self, data: Dataset, count: int) -> None:
         smallest = int(data.train.count.argmin())
@@ -48,10 +44,22 @@ class RandomReal:
 
 
 @dataclass(frozen=True)
+class RandomReal(_Selection):
+    """Different random real images of each class."""
+
+    def __call__(self, data: Dataset, count: int, seed: int, runtime: Runtime) -> Tensor:
+        self.require(data, count)
+        train = data.train
+        position = torch.arange(count, device=train.device).expand(1, train.classes, count)
+        lanes = torch.arange(train.classes, device=train.device)
+        return train.take(rng.shuffled(seed, rng.Purpose.INIT, position, lanes, train.count)[0])
+
+
+@dataclass(frozen=True)
 class Noise:
     """Normal noise with the data's mean and standard deviation, clipped to [0, 1]."""
 
-    def __call__(self, data: Dataset, count: int, seed: int) -> Tensor:
+    def __call__(self, data: Dataset, count: int, seed: int, runtime: Runtime) -> Tensor:
         device, (ch, h, w) = data.train.device, data.shape
         lanes = torch.arange(data.classes, device=device)
         steps = torch.zeros(1, dtype=torch.long, device=device)
@@ -61,3 +69,91 @@ class Noise:
 
     def require(self, data: Dataset, count: int) -> None:
         """Noise needs no image."""
+
+
+Features = Literal["network", "pixels"]
+
+
+@dataclass(frozen=True)
+class ByFeatures(_Selection):
+    """Real images chosen class by class from their features: a trained network's representation, or raw pixels."""
+
+    rule: Callable[[Tensor, int], Tensor]  # (features [n, d], count) -> indices [count], in the order of choice
+    features: Features = "network"
+    network: str = "convnet3"
+    epochs: int = 20
+
+    def __call__(self, data: Dataset, count: int, seed: int, runtime: Runtime) -> Tensor:
+        self.require(data, count)
+        features = self._features(data, seed, runtime)
+        sizes = data.train.count.tolist()
+        chosen = [self.rule(part, count) for part in torch.split(features, sizes)]
+        return data.train.take(torch.stack(chosen).to(data.train.device))
+
+    def _features(self, data: Dataset, seed: int, runtime: Runtime) -> Tensor:
+        if self.features == "pixels":
+            return data.train.images.flatten(1).float() / 255
+        trained = trained_networks(data, self.network, default_recipe(self.epochs), 1, seed, runtime)
+        return representations(trained, data, runtime)
+
+
+def herding(features: Tensor, count: int) -> Tensor:
+    """[count]: greedily the point that brings the chosen ones' mean nearest to the mean of all.
+
+    After k points with sum s the next is the nearest to (k + 1)·μ − s (Welling, 2009).
+    """
+    mean = features.mean(0)
+    total, free = torch.zeros_like(mean), torch.ones(len(features), dtype=torch.bool, device=features.device)
+    chosen = []
+    for k in range(count):
+        distance = (features - ((k + 1) * mean - total)).square().sum(1)
+        best = torch.where(free, distance, torch.inf).argmin()
+        chosen.append(best)
+        free[best] = False
+        total = total + features[best]
+    return torch.stack(chosen)
+
+
+def k_center(features: Tensor, count: int) -> Tensor:
+    """[count]: first the point nearest to the mean, then always the one farthest from all chosen (Gonzalez, 1985)."""
+    chosen = [(features - features.mean(0)).square().sum(1).argmin()]
+    nearest = torch.full_like(features[:, 0], torch.inf)
+    while len(chosen) < count:
+        nearest = torch.minimum(nearest, (features - features[chosen[-1]]).square().sum(1))
+        nearest[chosen[-1]] = -1.0  # equal images lie at distance 0: a chosen one is never chosen again
+        chosen.append(nearest.argmax())
+    return torch.stack(chosen)
+
+
+INITS: Registry[Init] = Registry("initialisation")
+
+
+@INITS.register("real")
+def _real() -> Init:
+    """Different random real images of each class."""
+    return RandomReal()
+
+
+@INITS.register("noise")
+def _noise() -> Init:
+    """Normal noise with the data's mean and standard deviation."""
+    return Noise()
+
+
+@INITS.register("herding")
+def _herding(*, features: Features = "network", network: str = "convnet3", epochs: int = 20) -> Init:
+    """Real images whose running mean stays nearest to the class mean."""
+    return ByFeatures(herding, features, network, epochs)
+
+
+@INITS.register("k-center")
+def _k_center(*, features: Features = "network", network: str = "convnet3", epochs: int = 20) -> Init:
+    """Real images that cover the class: each the farthest from those before it."""
+    return ByFeatures(k_center, features, network, epochs)
+
+
+def make_init(spec: str) -> Init:
+    """The initialisation that ``spec`` names, e.g. ``real`` or ``herding:features=pixels``."""
+    name, options = parse_spec(spec)
+    entry = INITS.get(name)
+    return entry.build(**entry.resolve(options))

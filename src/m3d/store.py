@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -10,13 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_safetensors
 from torch import Tensor
 from torch.utils.data import Dataset as TorchDataset
 
 from m3d.errors import M3DError
-from m3d.files import append_line, read_json, write_bytes, write_json
+from m3d.files import (
+    append_line,
+    json_object,
+    read_checked,
+    read_json,
+    read_tensors,
+    sha256,
+    write_bytes,
+    write_checked,
+    write_json,
+)
 from m3d.synth import Tiles
 
 FORMAT = 1
@@ -53,7 +61,7 @@ class CondensedSet:
     @property
     def fingerprint(self) -> str:
         """sha256 of the stored pixels."""
-        return str(_sha256(self.images))
+        return str(sha256(self.images))
 
     def decoded(self, normalise: bool = False) -> tuple[Tensor, Tensor]:
         """Full-size images [N, ch, h, w] and labels [N], N = C·ipc·factor²: what a network trains on."""
@@ -65,7 +73,7 @@ class CondensedSet:
 
     def save(self, path: str | Path) -> None:
         tensors = {"images": self.images.contiguous(), "labels": self.labels.contiguous()}
-        manifest = {**self.manifest, "format": FORMAT, "sha256": {k: _sha256(v) for k, v in tensors.items()}}
+        manifest = {**self.manifest, "format": FORMAT, "sha256": {k: sha256(v) for k, v in tensors.items()}}
         write_bytes(Path(path), to_safetensors(tensors, {"m3d": json.dumps(manifest)}))
 
     @classmethod
@@ -79,7 +87,7 @@ class CondensedSet:
         for name in ("images", "labels"):
             if name not in tensors:
                 raise M3DError(f"{str(file)!r} has no tensor {name!r}; found: {', '.join(sorted(tensors)) or 'none'}")
-            if _sha256(tensors[name]) != manifest["sha256"].get(name):
+            if sha256(tensors[name]) != manifest["sha256"].get(name):
                 raise M3DError(f"{str(file)!r}: the tensor {name!r} does not match its checksum; the file was changed")
         condensed = cls(tensors["images"], tensors["labels"], manifest)
         condensed._check(file)
@@ -193,46 +201,8 @@ class RunFolder:
         return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
-def read_tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """(tensors, metadata) of a safetensors file, or an error that names it."""
-    if not file.is_file():
-        raise M3DError(f"{str(file)!r} does not exist; expected a condensed set or a run folder that holds one")
-    try:
-        with safe_open(file, framework="pt") as handle:
-            return {k: handle.get_tensor(k) for k in handle.keys()}, handle.metadata() or {}  # noqa: SIM118 (no iteration)
-    except (SafetensorError, OSError, ValueError) as error:
-        raise M3DError(f"{str(file)!r} is not a whole safetensors file: {error}") from error
-
-
-def write_checked(file: Path, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-    """Tensors and a JSON state in one file, with checksums."""
-    plain = {k: v.detach().cpu().contiguous() for k, v in tensors.items()}
-    sums = {k: _sha256(v) for k, v in plain.items()}
-    write_bytes(file, to_safetensors(plain, {"m3d": json.dumps({**state, "sha256": sums})}))
-
-
-def read_checked(file: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """(tensors, state) of a file that :func:`write_checked` wrote, or an error that names it."""
-    tensors, metadata = read_tensors(file)
-    state = _json_object(metadata, file)
-    sums = state.pop("sha256", None)
-    if sums != {k: _sha256(v) for k, v in tensors.items()}:
-        raise M3DError(f"{str(file)!r}: its tensors do not match their checksums; the file was changed or torn")
-    return tensors, state
-
-
-def _json_object(metadata: Mapping[str, str], file: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(metadata["m3d"])
-    except (KeyError, ValueError) as error:
-        raise M3DError(f"{str(file)!r} carries no m3d manifest: {error}") from error
-    if not isinstance(value, dict):
-        raise M3DError(f"{str(file)!r}: the manifest must be a JSON object")
-    return value
-
-
 def _manifest(metadata: Mapping[str, str], file: Path) -> dict[str, Any]:
-    manifest = _json_object(metadata, file)
+    manifest = json_object(metadata, file)
     for key, kind in _NEEDED.items():
         if not isinstance(manifest.get(key), kind) or isinstance(manifest.get(key), bool):
             raise M3DError(f"{str(file)!r}: the manifest's {key!r} is missing or of the wrong type")
@@ -242,7 +212,3 @@ def _manifest(metadata: Mapping[str, str], file: Path) -> dict[str, Any]:
         if not all(isinstance(v, int | float) for v in manifest[key]):
             raise M3DError(f"{str(file)!r}: the manifest's {key!r} must be a list of numbers")
     return manifest
-
-
-def _sha256(tensor: Tensor) -> str:
-    return hashlib.sha256(tensor.detach().cpu().contiguous().numpy().tobytes()).hexdigest()

@@ -14,11 +14,10 @@ from m3d.augment import Augment
 from m3d.engine import Matching, Method
 from m3d.kernels import Linear
 from m3d.methods import METHODS, Task
-from m3d.methods.m3d import InitName
 from m3d.objectives.features import MMD
 from m3d.players import Descent
 from m3d.pools import Fresh
-from m3d.select import Noise, RandomReal
+from m3d.select import make_init
 from m3d.synth import Tiles
 
 
@@ -34,7 +33,7 @@ def dm(
     batch_real: int = 256,
     batch_syn_max: int = 200,
     augment: str | None = None,
-    init: InitName = "real",
+    init: str = "real",
 ) -> Method:
     """Match the mean representation of each class under random encoders."""
     operations = Augment(one_of=("color", "crop", "cutout", "flip", "scale", "rotate"))
@@ -43,7 +42,7 @@ def dm(
     elif not task.mirror:
         operations = operations.without("flip")
     return Method(
-        init=RandomReal() if init == "real" else Noise(),
+        init=make_init(init),
         tiles=Tiles(factor),
         matching=Matching(
             steps=steps,

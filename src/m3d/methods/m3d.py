@@ -13,8 +13,6 @@ Where this departs from the text, and why:
 
 from __future__ import annotations
 
-from typing import Literal
-
 from m3d.augment import Augment
 from m3d.engine import Matching, Method
 from m3d.errors import M3DError
@@ -23,10 +21,8 @@ from m3d.methods import METHODS, Task
 from m3d.objectives.features import MMD
 from m3d.players import Descent
 from m3d.pools import Fresh
-from m3d.select import Noise, RandomReal
+from m3d.select import make_init
 from m3d.synth import Tiles
-
-InitName = Literal["real", "noise"]
 
 # Learning rate × IPC on datasets where 1 was found wrong, on a held-out part of the training data (LAB.md).
 _DATA_RATE = {"digits": 0.02}
@@ -51,7 +47,7 @@ def m3d(
     batch_real: int = 128,
     batch_syn_max: int = 200,
     augment: str = "color+crop+cutout",
-    init: InitName = "real",
+    init: str = "real",
 ) -> Method:
     """Minimise the maximum mean discrepancy of representations under random encoders (the paper's method)."""
     chosen = make_kernel(kernel)
@@ -60,7 +56,7 @@ def m3d(
             raise M3DError(f"kernel {kernel!r} has no default learning rate; give one with --lr")
         lr = chosen.rate * _DATA_RATE.get(task.data, 1.0) * task.ipc
     return Method(
-        init=RandomReal() if init == "real" else Noise(),
+        init=make_init(init),
         tiles=Tiles(default_factor(task.shape) if factor is None else factor),
         matching=Matching(
             steps=steps,

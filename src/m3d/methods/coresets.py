@@ -1,0 +1,35 @@
+"""Coresets: real images kept as they are. A selection is an initialisation with no step after it.
+
+``random`` is the baseline every method must beat. ``herding`` (Welling, 2009) and ``k-center`` (Gonzalez, 1985; Sener &
+Savarese, 2018) choose from the representation of a network trained on the whole data (kept in a cache), or from pixels.
+Herding takes the point *nearest* to what is missing to the class mean; some public code takes the farthest.
+"""
+
+from __future__ import annotations
+
+from m3d.engine import Method
+from m3d.methods import METHODS, Task
+from m3d.select import ByFeatures, Features, RandomReal, herding, k_center
+from m3d.synth import Tiles
+
+
+@METHODS.register("random", paper="baseline", equation="none", cost="none")
+def random(task: Task, *, factor: int = 1) -> Method:
+    """Random real images of each class, kept as they are."""
+    return Method(init=RandomReal(), tiles=Tiles(factor))
+
+
+@METHODS.register("herding", paper="Welling, ICML 2009", equation="greedy mean matching", cost="one training")
+def herding_coreset(
+    task: Task, *, factor: int = 1, features: Features = "network", network: str = "convnet3", epochs: int = 20
+) -> Method:
+    """Real images whose running mean stays nearest to the class mean in a trained network's representation."""
+    return Method(init=ByFeatures(herding, features, network, epochs), tiles=Tiles(factor))
+
+
+@METHODS.register("k-center", paper="Sener & Savarese, ICLR 2018", equation="farthest-first cover", cost="one training")
+def k_center_coreset(
+    task: Task, *, factor: int = 1, features: Features = "network", network: str = "convnet3", epochs: int = 20
+) -> Method:
+    """Real images that cover each class: always the farthest from those chosen before."""
+    return Method(init=ByFeatures(k_center, features, network, epochs), tiles=Tiles(factor))

@@ -1,0 +1,69 @@
+"""What a person sees while the work goes on: progress on a terminal, curves in TensorBoard."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from m3d.errors import M3DError
+
+if TYPE_CHECKING:
+    from m3d.engine import Progress
+
+
+@contextmanager
+def progress_bar(quiet: bool) -> Iterator[Callable[[Progress], None] | None]:
+    """A bar with loss, speed and time left on a terminal; nothing where nobody watches."""
+    if quiet or not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]:.4g}"))
+    timing = (TextColumn("{task.fields[rate]:.1f} steps/s"), TimeRemainingColumn())
+    with Bar(*columns, *timing, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=None, loss=float("nan"), rate=0.0)
+        yield lambda p: bar.update(task, completed=p.step, total=p.steps, loss=p.loss, rate=p.rate)
+
+
+@contextmanager
+def board(
+    folder: Path, wanted: bool, also: Callable[[Progress], None] | None
+) -> Iterator[Callable[[Progress], None] | None]:
+    """Reports go to TensorBoard too, if wanted."""
+    if not wanted:
+        yield also
+        return
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise M3DError("--tensorboard needs the package tensorboard: pip install 'm3d[tensorboard]'") from None
+    writer = SummaryWriter(folder / "tensorboard")
+
+    def report(progress: Progress) -> None:
+        writer.add_scalar("loss", progress.loss, progress.step)
+        writer.add_scalar("steps per second", progress.rate, progress.step)
+        if progress.validation is not None:
+            writer.add_scalar("validation accuracy", progress.validation[1], progress.validation[0])
+        if also is not None:
+            also(progress)
+
+    try:
+        yield report
+    finally:
+        writer.close()
+
+
+@contextmanager
+def epoch_bar(quiet: bool) -> Iterator[Callable[[int, int], None] | None]:
+    if quiet or not sys.stderr.isatty():
+        yield None
+        return
+    yield lambda epoch, epochs: typer.echo(f"epoch {epoch} of {epochs}", err=True)

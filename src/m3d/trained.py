@@ -1,0 +1,101 @@
+"""Networks trained on the real data, many at once, kept for every later run that asks for the same ones.
+
+The cache is a folder of safetensors (``$M3D_CACHE``, else ``~/.cache/m3d/networks``); a file's name is a digest of
+everything that decides its contents: data, network, recipe, seed and precision.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from m3d import rng
+from m3d.augment import Augment
+from m3d.data.classes import Dataset
+from m3d.files import read_checked, write_checked
+from m3d.nets import make_net
+from m3d.nets.flat import FlatNet
+from m3d.runtime import Runtime
+from m3d.train import Images, Recipe, Trainer
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """R networks before and after training."""
+
+    net: FlatNet
+    initial: Tensor  # [R, P]
+    final: Tensor  # [R, P]
+
+
+def default_recipe(epochs: int) -> Recipe:
+    """SGD 0.05 at batch 256 with two drops, one augmentation per batch."""
+    return Recipe(
+        epochs=epochs,
+        batch=256,
+        lr=0.05,
+        milestones=(epochs // 2, 3 * epochs // 4),
+        gamma=0.2,
+        augment=Augment(one_of=("color", "crop", "cutout", "flip", "scale", "rotate")),
+    )
+
+
+def trained_networks(data: Dataset, spec: str, recipe: Recipe, repeats: int, seed: int, runtime: Runtime) -> Trained:
+    """``repeats`` networks called ``spec``, trained on ``data``'s training images, from the cache if they are there."""
+    if not data.mirror:
+        recipe = replace(recipe, augment=recipe.augment.without("flip"))
+    net = FlatNet(make_net(spec, data.shape, data.classes), runtime.device)
+    asked = {
+        "data": data.train.fingerprint,
+        "net": spec,
+        "recipe": {**asdict(recipe), "augment": str(recipe.augment)},
+        "repeats": repeats,
+        "seed": seed,
+        "precision": runtime.precision,
+    }
+    path = cache_folder() / f"{hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:24]}.safetensors"
+    initial = net.fresh(seed, rng.Purpose.TEACHER, _zero(runtime), torch.arange(repeats, device=runtime.device))
+    if path.exists():
+        tensors, _ = read_checked(path)
+        return Trained(net, initial, tensors["final"].to(runtime.device))
+    log.info("training %d %s for %d epochs on %s", repeats, spec, recipe.epochs, data.name)
+    images = Images(data.train.images.to(runtime.device), data.train.labels().to(runtime.device), data.mean, data.std)
+    with runtime.active():
+        trainer = Trainer(net, images, recipe, repeats, seed, runtime)
+        with torch.no_grad():
+            trainer.flat.copy_(initial)
+        trainer.run(recipe.epochs)
+        accuracy = trainer.accuracy(images)
+    final = trainer.flat.detach()
+    write_checked(path, {"final": final}, {**asked, "training_accuracy": accuracy.tolist()})
+    return Trained(net, initial, final)
+
+
+def cache_folder() -> Path:
+    given = os.environ.get("M3D_CACHE")
+    return Path(given) if given else Path.home() / ".cache" / "m3d" / "networks"
+
+
+def _zero(runtime: Runtime) -> Tensor:
+    return torch.zeros(1, dtype=torch.long, device=runtime.device)
+
+
+@torch.no_grad()
+def representations(trained: Trained, data: Dataset, runtime: Runtime, chunk: int = 1000) -> Tensor:
+    """[N, d] float32: the first network's representation of every training image, in the data's order."""
+    images = Images(data.train.images.to(runtime.device), data.train.labels().to(runtime.device), data.mean, data.std)
+    with runtime.active():
+        parts = [
+            trained.net(trained.final[:1], images.take(index)[None], runtime.dtype).features[0]
+            for index in torch.split(torch.arange(len(images), device=runtime.device), chunk)
+        ]
+    return torch.cat(parts).float()
