@@ -26,7 +26,7 @@ from m3d.runtime import Interrupted, Runtime
 from m3d.select import RandomReal
 from m3d.store import RunFolder
 from m3d.synth import Tiles
-from m3d.types import Batch
+from m3d.types import Batch, Seen
 
 CPU = Runtime.choose("cpu")
 NET = "convnet2:width=8"
@@ -113,6 +113,20 @@ def test_linear_m3d_is_dm(tiny):
     dm = dataclasses.replace(dm, matching=dataclasses.replace(dm.matching, standardised=False))
     results = [condense(m, tiny, net, 2, 0, CPU).pixels for m in (linear, dm)]
     assert torch.equal(*results)
+
+
+def test_dm_takes_moments_and_the_m3d_loss(tiny):
+    """The variations of the paper's Table 1 and compatibility table are other objectives in the same record."""
+    plain, second, third = (method_of(tiny, 2, "dm", moments=k).matching.objective for k in (1, 2, 3))
+    m3d_loss = method_of(tiny, 2, "dm", objective="m3d").matching
+    goal, seen = (Seen((), x, x) for x in torch.randn(2, 3, 5, 4, generator=torch.Generator().manual_seed(0)))
+    assert (second(goal, seen) > plain(goal, seen)).all() and (third(goal, seen) > second(goal, seen)).all()
+    torch.testing.assert_close(m3d_loss.objective(goal, seen), MMD(Gaussian())(goal, seen))
+    default = make_method("dm", Task("tiny", tiny.shape, 3, 2), {"objective": "m3d"})[0].matching.player
+    assert default == Descent(lr=50.0, momentum=0.5)
+    with pytest.raises(M3DError, match="moments=4"):
+        method_of(tiny, 2, "dm", moments=4)
+    assert run(tiny, name="dm", moments=3).losses[-1] > 0
 
 
 def test_standardised_units_move_by_std_squared(tiny):

@@ -5,7 +5,8 @@ import torch
 
 from m3d.errors import M3DError
 from m3d.kernels import Gaussian, Linear
-from m3d.objectives import MMD
+from m3d.objectives import MMD, Moment
+from m3d.objectives.features import central_moment
 from m3d.types import Seen
 
 
@@ -14,7 +15,16 @@ def seen(*shape: int, seed: int = 0) -> Seen:
     return Seen((), features, features)
 
 
-@pytest.mark.parametrize("objective", [MMD(Gaussian()), MMD(Linear()), MMD(Gaussian()) + 0.1 * MMD(Linear())])
+OBJECTIVES = [
+    MMD(Gaussian()),
+    MMD(Linear()),
+    MMD(Gaussian()) + 0.1 * MMD(Linear()),
+    Moment(2),
+    MMD(Linear()) + Moment(3),
+]
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
 def test_every_objective_keeps_the_contract(objective):
     goal, own = seen(3, 7, 5), seen(3, 4, 5, seed=1)
     value = objective(goal, own)
@@ -43,3 +53,26 @@ def test_weights_and_sums():
         a + 1
     with pytest.raises(M3DError, match="weight"):
         a * "x"
+
+
+def test_moments_against_their_definition():
+    goal, own = seen(2, 7, 3), seen(2, 4, 3, seed=1)
+    for order in (2, 3):
+        value = Moment(order)(goal, own)
+        for c in range(2):
+            expected = 0.0
+            for k in range(3):
+                a, b = goal.features[c, :, k], own.features[c, :, k]
+                expected += float((((a - a.mean()) ** order).mean() - ((b - b.mean()) ** order).mean()) ** 2)
+            assert abs(float(value[c]) - expected) < 1e-5 * max(1, expected)
+    assert torch.equal(central_moment(goal.features, 1), goal.features.mean(1))
+    with pytest.raises(M3DError, match="order 1"):
+        Moment(1)
+
+
+def test_a_moment_sees_what_the_mean_does_not():
+    wide, narrow = (torch.tensor([-v, v]).view(1, 2, 1) for v in (2.0, 1.0))
+    readings = [Seen((), x, x) for x in (wide, narrow)]
+    assert (
+        float(MMD(Linear())(*readings)) == 0 and float(Moment(2)(*readings)) == 9 and float(Moment(3)(*readings)) == 0
+    )

@@ -164,6 +164,9 @@ def test_paper_protocol_is_the_published_recipe():
     assert str(recipe.augment) == "flip+color+crop|scale|rotate" and recipe.cutmix == 0.5
     recipe = make_protocol("dsa").recipe
     assert (recipe.batch, recipe.fresh_momentum, recipe.milestones, recipe.cutmix) == (256, True, (501,), 0.0)
+    recipe = make_protocol("dc").recipe
+    assert (recipe.epochs, str(recipe.augment), recipe.cutmix) == (300, "none", 0.0)
+    assert make_protocol("cafe").recipe.epochs == 600 and make_protocol("datadam").recipe.batch == 64
     for name in PROTOCOLS.names():
         assert make_protocol(name).checks[-1] == make_protocol(name).recipe.epochs
 

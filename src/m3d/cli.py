@@ -73,6 +73,7 @@ def _common(
         "m3d condense cifar10 --ipc 10 --out runs/cifar10-10",
         "m3d condense ./photos --size 64 --ipc 5 --val-fraction 0.1 --eval-every 1000",
         "m3d condense cifar10 --ipc 10 --kernel linear --set momentum=0.9",
+        "m3d condense cifar10 --ipc 10 --method dm --objective m3d",
         "m3d condense --resume runs/cifar10-10",
     )
 )
@@ -86,6 +87,7 @@ def condense(
     lr: Annotated[float | None, typer.Option(help="Learning rate of the images.")] = None,
     factor: Annotated[int | None, typer.Option(help="Mini-images along each side of a stored image.")] = None,
     kernel: Annotated[str | None, typer.Option(help="See 'm3d list kernels'.")] = None,
+    objective: Annotated[str | None, typer.Option(help="Another loss in the same method, e.g. dm with m3d.")] = None,
     ipm: Annotated[int | None, typer.Option(help="Iterations per random model.")] = None,
     batch_real: Annotated[int | None, typer.Option(help="Real images per class and step.")] = None,
     set_: Annotated[
@@ -123,7 +125,8 @@ def condense(
         raise M3DError(
             "which dataset? Give a name, an image folder or an .npz (see 'm3d list datasets'), or --resume RUN"
         )
-    common = {"steps": steps, "lr": lr, "factor": factor, "kernel": kernel, "ipm": ipm, "batch_real": batch_real}
+    common = {"steps": steps, "lr": lr, "factor": factor, "kernel": kernel, "objective": objective, "ipm": ipm}
+    common["batch_real"] = batch_real
     options = {k: v for k, v in common.items() if v is not None} | _assignments(set_ or [])
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # must stand before CUDA starts
@@ -290,6 +293,32 @@ def export(
     home = run if run.is_dir() else run.parent
     default = home / ("imagefolder" if to == "imagefolder" else f"condensed.{to}")
     typer.echo(str(write(CondensedSet.load(run), to, out or default)))
+
+
+@app.command(
+    epilog=_examples(
+        "m3d compare runs/cifar10-m3d runs/cifar10-dm runs/cifar10-random",
+        "m3d compare runs/* --form markdown",
+        "m3d compare runs/* --chart methods.png",
+    )
+)
+def compare(
+    runs: Annotated[list[Path], typer.Argument(help="Run folders that have been evaluated.")],
+    form: Annotated[str, typer.Option(help="text, csv, markdown or latex.")] = "text",
+    chart: Annotated[Path | None, typer.Option(help="Also draw a bar chart (.png, .svg or .pdf).")] = None,
+    as_json: Json = False,
+) -> None:
+    """Put the results of several runs into one table."""
+    from m3d.pictures import picture_format, save_figure
+    from m3d.report import bar_chart, rows_of, table
+
+    if chart is not None:
+        picture_format(chart)
+    rows = rows_of(runs)
+    text = json.dumps(rows) if as_json else table(rows, form).rstrip("\n")
+    if chart is not None:
+        save_figure(bar_chart(rows), chart)
+    typer.echo(text)
 
 
 @app.command(name="list", epilog=_examples("m3d list methods", "m3d list methods m3d", "m3d list datasets --json"))

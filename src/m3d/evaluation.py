@@ -80,6 +80,25 @@ def dsa(*, epochs: int = 1000, batch: int = 256) -> Protocol:
     return Protocol("dsa", recipe, _quarters(epochs))
 
 
+@PROTOCOLS.register("dc")
+def dc(*, epochs: int = 300, batch: int = 256) -> Protocol:
+    """DC's recipe: as dsa, but 300 epochs without augmentation."""
+    augmented = dsa(epochs=epochs, batch=batch)
+    return replace(augmented, name="dc", recipe=replace(augmented.recipe, augment=Augment()))
+
+
+@PROTOCOLS.register("cafe")
+def cafe(*, epochs: int = 600, batch: int = 256) -> Protocol:
+    """CAFE's recipe: as dc, but 600 epochs (CAFE+DSA uses dsa)."""
+    return replace(dc(epochs=epochs, batch=batch), name="cafe")
+
+
+@PROTOCOLS.register("datadam")
+def datadam(*, epochs: int = 1800, batch: int = 64) -> Protocol:
+    """DataDAM's recipe: as dsa, but 1,800 epochs of smaller batches."""
+    return replace(dsa(epochs=epochs, batch=batch), name="datadam")
+
+
 @PROTOCOLS.register("quick")
 def quick(*, epochs: int = 200, batch: int = 64) -> Protocol:
     """The paper's recipe in fewer epochs at a larger rate: for demonstrations and searches, not for reports."""

@@ -1,5 +1,5 @@
 """How two readings are compared: one value per class."""
 
-from m3d.objectives.features import MMD, Objective
+from m3d.objectives.features import MMD, Moment, Objective
 
-__all__ = ["MMD", "Objective"]
+__all__ = ["MMD", "Moment", "Objective"]

@@ -1,0 +1,83 @@
+"""Comparisons: every format carries every number."""
+
+import csv
+import io
+import json
+
+import pytest
+from PIL import Image
+
+from m3d.cli import main
+from m3d.errors import M3DError
+from m3d.report import COLUMNS, bar_chart, rows_of, table
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    import m3d
+    from m3d.evaluation import make_protocol
+    from m3d.store import RunFolder
+
+    folder = tmp_path_factory.mktemp("runs")
+    paths = []
+    for method, options in (("m3d", {"steps": 2, "batch_real": 4}), ("random", {})):
+        path = folder / f"digits_{method}"
+        condensed = m3d.condense("digits", 1, method, net="convnet2:width=8", out=path, **options)
+        result = m3d.evaluate(condensed, net="convnet2:width=8", protocol=make_protocol("quick", epochs=2), repeats=2)
+        RunFolder(path).add_result(result.as_record())
+        paths.append(path)
+    return paths
+
+
+def test_rows_hold_results_and_costs(runs):
+    rows = rows_of(runs)
+    assert [r["method"] for r in rows] == ["m3d", "random"] and set(rows[0]) == set(COLUMNS)
+    assert rows[0]["steps"] == 2 and rows[0]["seconds"] > 0 and rows[0]["n"] == 2 and rows[0]["memory"] is None
+
+
+@pytest.mark.parametrize("form", ["text", "csv", "markdown", "latex"])
+def test_every_format(runs, form):
+    rows = rows_of(runs)
+    text = table(rows, form)
+    mean, sd = rows[0]["last"]
+    if form == "csv":
+        parsed = list(csv.DictReader(io.StringIO(text)))
+        assert (
+            float(parsed[0]["last"]) == mean and float(parsed[0]["last_sd"]) == sd and parsed[1]["method"] == "random"
+        )
+    else:
+        assert f"{mean:.2f}" in text and f"{sd:.2f}" in text and all(c in text for c in COLUMNS)
+    if form == "markdown":
+        assert len({line.count("|") for line in text.splitlines()}) == 1
+    if form == "latex":
+        assert r"digits\_m3d" in text and text.count(r"\\") == 3
+
+
+def test_chart(runs, tmp_path):
+    from m3d.pictures import save_figure
+
+    save_figure(bar_chart(rows_of(runs)), tmp_path / "chart.png")
+    with Image.open(tmp_path / "chart.png") as picture:
+        assert picture.width > 500
+
+
+def test_the_command(runs, capsys, tmp_path):
+    with pytest.raises(SystemExit) as stop:
+        main(["compare", *map(str, runs), "--form", "markdown", "--chart", str(tmp_path / "c.svg")])
+    out = capsys.readouterr().out
+    assert stop.value.code in (0, None) and out.startswith("| run |") and (tmp_path / "c.svg").exists()
+    with pytest.raises(SystemExit):
+        main(["compare", str(runs[0]), "--json"])
+    assert json.loads(capsys.readouterr().out)[0]["method"] == "m3d"
+
+
+def test_mistakes(runs, tmp_path):
+    with pytest.raises(M3DError, match="unknown table format 'html'"):
+        table(rows_of(runs), "html")
+    with pytest.raises(M3DError, match="does not exist"):
+        rows_of([tmp_path])
+    import m3d
+
+    m3d.condense("digits", 1, "random", out=tmp_path / "fresh")
+    with pytest.raises(M3DError, match="no result yet"):
+        rows_of([tmp_path / "fresh"])
