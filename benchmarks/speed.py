@@ -63,7 +63,7 @@ def our_step(data: Dataset, ipc: int, runtime: Runtime, chunk: int | None = None
     assert method.matching is not None
     net = FlatNet(make_net("convnet3", data.shape, data.classes), runtime.device)
     pixels = method.tiles.encode(method.init(data, ipc * method.tiles.cells, 0, runtime))
-    step = _Step(method, method.matching, data, net, pixels, 0, runtime)
+    step = _Step(method, data, net, pixels, 0, runtime)
     step.chunk = chunk or step.chunk
     advance, counter = Repeated(step.advance, runtime), iter(range(10**9))
 

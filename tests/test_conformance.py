@@ -67,7 +67,7 @@ def test_the_record_is_frozen_and_its_options_are_checked(name, tiny):
 def test_compiled_equals_eager_without_breaks_or_recompilation(name, tiny):
     method, _ = make_method(name, Task("tiny", tiny.shape, 3, 2), short(name))
     pixels = method.tiles.encode(method.init(tiny, 2 * method.tiles.cells, 0, CPU))
-    step = _Step(method, method.matching, tiny, FlatNet(make_net(NET, tiny.shape, 3)), pixels, 0, CPU)
+    step = _Step(method, tiny, FlatNet(make_net(NET, tiny.shape, 3)), pixels, 0, CPU)
     step.refill(0)
     compiled = torch.compile(step.loss, backend="aot_eager", fullgraph=True, dynamic=False)
     for k in range(2):
@@ -85,7 +85,7 @@ def test_compiled_equals_eager_without_breaks_or_recompilation(name, tiny):
 def test_a_class_moves_only_its_own_images(name, tiny):
     method, _ = make_method(name, Task("tiny", tiny.shape, 3, 2), short(name))
     pixels = method.tiles.encode(method.init(tiny, 2 * method.tiles.cells, 0, CPU))
-    step = _Step(method, method.matching, tiny, FlatNet(make_net(NET, tiny.shape, 3)), pixels, 0, CPU)
+    step = _Step(method, tiny, FlatNet(make_net(NET, tiny.shape, 3)), pixels, 0, CPU)
     step.refill(0)
     step.pool.draw(0)
     loss = step.loss(step.lanes, step.real_index[0], step.syn_index[0], step.uniforms[0])

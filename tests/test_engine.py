@@ -61,7 +61,7 @@ def test_class_batched_step_equals_a_class_by_class_loop(tiny, factor):
     method = method_of(tiny, 2, factor=factor)
     net = FlatNet(make_net(NET, tiny.shape, 3))
     pixels = method.tiles.encode(method.init(tiny, 2 * factor**2, 0, CPU))
-    step = _Step(method, method.matching, tiny, net, pixels, 0, CPU)
+    step = _Step(method, tiny, net, pixels, 0, CPU)
     step.refill(0)
     step.pool.draw(0)
     loss = step.loss(step.lanes, step.real_index[0], step.syn_index[0], step.uniforms[0])
@@ -94,7 +94,7 @@ def test_chunks_of_classes_are_exact(tiny, chunk):
     net = FlatNet(make_net(NET, tiny.shape, 3))
     results = []
     for size in (3, chunk):
-        step = _Step(method, method.matching, tiny, net, method.tiles.encode(method.init(tiny, 8, 0, CPU)), 0, CPU)
+        step = _Step(method, tiny, net, method.tiles.encode(method.init(tiny, 8, 0, CPU)), 0, CPU)
         step.chunk = size
         step.refill(0)
         step.pool.draw(0)
@@ -362,7 +362,7 @@ def test_compiled_step_equals_eager_in_one_graph(tiny):
     """One graph without breaks; losses and gradients equal to 1e-5; a second set of draws does not recompile."""
     method = method_of(tiny, 3, batch_syn_max=5)
     net = FlatNet(make_net(NET, tiny.shape, 3))
-    step = _Step(method, method.matching, tiny, net, method.tiles.encode(method.init(tiny, 12, 0, CPU)), 0, CPU)
+    step = _Step(method, tiny, net, method.tiles.encode(method.init(tiny, 12, 0, CPU)), 0, CPU)
     step.refill(0)
     compiled = torch.compile(step.loss, backend="aot_eager", fullgraph=True, dynamic=False)
     for k in range(3):

@@ -117,28 +117,22 @@ def condense(
     watch = watch or Watch()
     if ipc < 1:
         raise M3DError(f"ipc={ipc} is not valid; allowed: 1 and more images per class")
+    began = time.perf_counter()
     with runtime.active():
         pixels = method.tiles.encode(method.init(data, ipc * method.tiles.cells, seed, runtime))
         if method.matching is None:
-            return Outcome(pixels.cpu(), [], 0.0)
-        return _Run(method, method.matching, data, net, pixels, seed, runtime, watch).finish()
+            return Outcome(pixels.cpu(), [], time.perf_counter() - began)
+        return _Run(_Step(method, data, net, pixels, seed, runtime), watch, began).finish()
 
 
 class _Step(nn.Module):
     """The tensors of a run and one step over them."""
 
-    def __init__(
-        self,
-        method: Method,
-        matching: Matching,
-        data: Dataset,
-        net: FlatNet,
-        pixels: Tensor,
-        seed: int,
-        runtime: Runtime,
-    ):
+    def __init__(self, method: Method, data: Dataset, net: FlatNet, pixels: Tensor, seed: int, runtime: Runtime):
         super().__init__()
-        self.matching, self.data, self.net, self.seed, self.dtype = matching, data, net, seed, runtime.dtype
+        assert method.matching is not None
+        matching = method.matching
+        self.matching, self.data, self.net, self.seed, self.runtime = matching, data, net, seed, runtime
         device, classes = data.train.device, data.classes
         mean, std = torch.tensor(data.mean, device=device), torch.tensor(data.std, device=device)
         self.synthetic = Synthetic(pixels, method.tiles, mean, std, matching.standardised)
@@ -177,11 +171,15 @@ class _Step(nn.Module):
         parameters = matching.augment.parameters(uniforms, self.data.shape[1:])
         with torch.no_grad():
             real = self.synthetic.normalise(self.data.train.take(real_index, classes))
-            goal = matching.probe(self.net, flat, _batch(matching.augment.apply(real, parameters), classes), self.dtype)
+            goal = matching.probe(
+                self.net, flat, _batch(matching.augment.apply(real, parameters), classes), self.runtime.dtype
+            )
         images = self.synthetic(classes)
         if self.subset < self.decoded:
             images = images[torch.arange(len(classes), device=classes.device)[:, None], syn_index]
-        seen = matching.probe(self.net, flat, _batch(matching.augment.apply(images, parameters), classes), self.dtype)
+        seen = matching.probe(
+            self.net, flat, _batch(matching.augment.apply(images, parameters), classes), self.runtime.dtype
+        )
         value: Tensor = self.objective(goal, seen)
         return value
 
@@ -217,27 +215,18 @@ def _classes_at_once(data: Dataset, batch_real: int) -> int:
 class _Run:
     """One condensation from its first or its checkpointed step to its last."""
 
-    def __init__(
-        self,
-        method: Method,
-        matching: Matching,
-        data: Dataset,
-        net: FlatNet,
-        pixels: Tensor,
-        seed: int,
-        runtime: Runtime,
-        watch: Watch,
-    ):
-        self.state = _Step(method, matching, data, net, pixels, seed, runtime)
-        self.matching, self.data, self.watch, self.runtime = matching, data, watch, runtime
-        self.advance = Repeated(self.state.advance, runtime)
+    def __init__(self, state: _Step, watch: Watch, began: float):
+        self.state, self.watch = state, watch
+        self.matching, self.data, self.runtime = state.matching, state.data, state.runtime
+        self.advance = Repeated(self.state.advance, self.runtime)
         self.step = 0
         self.losses: list[float] = []
         self.judged: list[tuple[int, float]] = []
         self.best: tuple[Tensor, int, float] | None = None
         self._earlier_seconds = 0.0
         self._load()
-        self._start = self._last_save = self._last_report = time.perf_counter()
+        self._start = began  # choosing the first images counts
+        self._last_save = self._last_report = time.perf_counter()
         self._last_step = self.step
 
     @property

@@ -9,8 +9,8 @@ Two variations of the M3D paper: ``moments`` 2 or 3 adds the distance of the var
 1; ``objective`` m3d puts L_M3D in place of DM's loss and changes nothing else, as in its compatibility table.
 
 Departures: images are clamped to [0, 1] after each step so that they can be stored and shown. Neither the weights of
-the added moments nor the learning rate with L_M3D are published: the weights are 1, and the rate is M3D's own (IPC in plain
-pixels), which is 25 · IPC in standardised ones (std² is about 0.04).
+the added moments nor the learning rate with L_M3D are published: the weights are 1, and the rate is M3D's own (IPC in
+plain pixels), which is 25 · IPC in standardised ones (std² is about 0.04).
 """
 
 from __future__ import annotations
