@@ -65,6 +65,17 @@ def test_condense_evaluate_show_export(capsys, finished, tmp_path):
         assert code == 0 and (finished / name).exists()
 
 
+def test_several_networks_in_one_call(capsys, finished):
+    fast = ["--epochs", 1, "--repeats", 1, "--nets"]
+    code, out, _ = run(capsys, "evaluate", finished, *fast, "convnet1, convnet2", "--json")
+    assert code == 0 and [r["net"] for r in json.loads(out)] == ["convnet1", "convnet2"]
+    assert [r["net"] for r in RunFolder(finished).results()] == ["convnet1", "convnet2"]
+    code, out, _ = run(capsys, "evaluate", finished, *fast, "convnet2")
+    assert code == 0 and "convnet2" in out
+    assert "unknown network 'convnet'" not in fails(capsys, "evaluate", finished, *fast, "convnet1,convnot")
+    assert len(RunFolder(finished).results()) == 3  # nothing was trained for the wrong name
+
+
 def test_evaluate_the_whole_dataset(capsys):
     code, out, _ = run(
         capsys, "evaluate", "--full", "digits", "--net", "convnet2:width=8", "--epochs", 1, "--repeats", 1, "--json"

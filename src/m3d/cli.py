@@ -186,6 +186,7 @@ def _condense(
         "m3d evaluate runs/cifar10-10",
         "m3d evaluate runs/cifar10-10 --repeats 3 --epochs 300",
         "m3d evaluate runs/cifar10-10 --protocol dsa --json",
+        "m3d evaluate runs/cifar10-10 --nets convnet3,convnet4",
         "m3d evaluate --full cifar10 --repeats 3",
     )
 )
@@ -194,6 +195,7 @@ def evaluate(
     full: Annotated[str | None, typer.Option(help="Train on this whole dataset instead: the upper bound.")] = None,
     data: Annotated[str | None, typer.Option(help="Test on this dataset instead of the one it was made from.")] = None,
     net: Net = "convnet3",
+    nets: Annotated[str | None, typer.Option(help="Several networks one after the other: convnet3,convnet4.")] = None,
     protocol: Annotated[
         str | None, typer.Option(help="See 'm3d list protocols'; default paper (whole for --full).")
     ] = None,
@@ -216,38 +218,53 @@ def evaluate(
     from m3d.data import load_data
     from m3d.evaluation import evaluate as evaluate_set
     from m3d.evaluation import evaluate_whole, make_protocol
+    from m3d.nets import make_net
     from m3d.runtime import Interrupted, Runtime
     from m3d.store import CondensedSet, RunFolder
 
     rules = make_protocol(protocol or ("whole" if full else "paper"), epochs=epochs, batch=batch)
     runtime = Runtime.choose(device, precision)
-    settings: dict[str, Any] = {"net": net, "protocol": rules, "repeats": repeats, "seed": seed, "split": split}
-    home = out if full is not None else run
-    folder = RunFolder(home) if home is not None and (full is not None or home.is_dir()) else None
-    settings |= {"runtime": runtime, "folder": folder}
-    try:
-        with epoch_bar(quiet=as_json) as report:
-            if full is not None:
-                result = evaluate_whole(load_data(full, data_root=data_root, size=size), report=report, **settings)
-            else:
-                condensed = CondensedSet.load(Path(str(run)))
-                dataset = load_source(condensed, data, data_root)
-                result = evaluate_set(condensed, dataset, report=report, **settings)
-    except Interrupted as stop:
-        again = "; the same command continues it" if folder is not None else ""
-        typer.echo(f"m3d: {stop}{again}", err=True)
-        raise typer.Exit(130) from None
-    record = result.as_record()
-    if folder is not None:
-        folder.add_result(record)
-    if as_json:
-        typer.echo(json.dumps(record))
-        return
-    typer.echo(f"{record['method']} on {record['data']['name']}, {net}, protocol {rules.name}: {result}")
-    typer.echo(
-        f"best of epochs {', '.join(record['checks'])}: {record['best_of_checks']:.2f} ± {record['best_sd']:.2f} %"
+    condensed = None if run is None else CondensedSet.load(run)
+    dataset = (
+        load_data(str(full), data_root=data_root, size=size)
+        if condensed is None
+        else load_source(condensed, data, data_root)
     )
-    typer.echo(f"{record['seconds']:.1f} s on {record['device']}")
+    names = [name.strip() for name in nets.split(",")] if nets else [net]
+    for name in names:
+        make_net(name, dataset.shape, dataset.classes)  # a wrong name is said before the first is trained
+    home = out if condensed is None else run
+    folder = RunFolder(home) if home is not None and (condensed is None or home.is_dir()) else None
+    common: dict[str, Any] = {"protocol": rules, "repeats": repeats, "seed": seed, "split": split}
+    common |= {"runtime": runtime, "folder": folder}
+    records = []
+    for name in names:
+        try:
+            with epoch_bar(quiet=as_json) as report:
+                settings = {"net": name, "report": report, **common}
+                result = (
+                    evaluate_whole(dataset, **settings)
+                    if condensed is None
+                    else evaluate_set(condensed, dataset, **settings)
+                )
+        except Interrupted as stop:
+            again = "; the same command continues it" if folder is not None else ""
+            typer.echo(f"m3d: {stop}{again}", err=True)
+            raise typer.Exit(130) from None
+        records.append(result.as_record())
+        if folder is not None:
+            folder.add_result(records[-1])
+        if not as_json:
+            _print_result(records[-1], str(result))
+    if as_json:
+        typer.echo(json.dumps(records if nets else records[0]))
+
+
+def _print_result(record: dict[str, Any], headline: str) -> None:
+    rules, data = record["protocol"]["name"], record["data"]["name"]
+    typer.echo(f"{record['method']} on {data}, {record['net']}, protocol {rules}: {headline}")
+    best = f"{record['best_of_checks']:.2f} ± {record['best_sd']:.2f} %"
+    typer.echo(f"best of epochs {', '.join(record['checks'])}: {best}; {record['seconds']:.1f} s on {record['device']}")
 
 
 @app.command(epilog=_examples("m3d show runs/cifar10-10", "m3d show runs/cifar10-10 --decoded --out decoded.png"))

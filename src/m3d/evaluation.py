@@ -194,8 +194,8 @@ def evaluate(
         "set": condensed.fingerprint,
         "steps": condensed.manifest.get("steps"),
     }
-    saver = _Saver(folder, checkpoint_seconds)
-    return _train_and_test(pixels, labels, data, source, net, protocol, repeats, seed, split, runtime, report, saver)
+    settings = _Settings(net, protocol, repeats, seed, split, runtime, report, _Saver(folder, checkpoint_seconds))
+    return _train_and_test(pixels, labels, data, source, settings)
 
 
 def evaluate_whole(
@@ -214,26 +214,30 @@ def evaluate_whole(
     """Train on the whole training data: the upper bound a condensed set is measured against."""
     source = {"method": "whole", "ipc": None}
     pixels, labels = data.train.images, data.train.labels()
-    saver = _Saver(folder, checkpoint_seconds)
-    return _train_and_test(pixels, labels, data, source, net, protocol, repeats, seed, split, runtime, report, saver)
+    settings = _Settings(net, protocol, repeats, seed, split, runtime, report, _Saver(folder, checkpoint_seconds))
+    return _train_and_test(pixels, labels, data, source, settings)
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """How an evaluation is made; the public functions' keyword arguments."""
+
+    net: str
+    protocol: Protocol | str
+    repeats: int
+    seed: int
+    split: str
+    runtime: Runtime | None
+    report: Callable[[int, int], None] | None
+    saver: _Saver
 
 
 def _train_and_test(
-    pixels: torch.Tensor,
-    labels: torch.Tensor,
-    data: Dataset,
-    source: dict[str, Any],
-    net: str,
-    protocol: Protocol | str,
-    repeats: int,
-    seed: int,
-    split: str,
-    runtime: Runtime | None,
-    report: Callable[[int, int], None] | None,
-    saver: _Saver,
+    pixels: torch.Tensor, labels: torch.Tensor, data: Dataset, source: dict[str, Any], settings: _Settings
 ) -> Result:
-    runtime = runtime or Runtime.choose()
-    protocol = make_protocol(protocol) if isinstance(protocol, str) else protocol
+    net, repeats, seed, split, saver = settings.net, settings.repeats, settings.seed, settings.split, settings.saver
+    runtime = settings.runtime or Runtime.choose()
+    protocol = make_protocol(settings.protocol) if isinstance(settings.protocol, str) else settings.protocol
     if repeats < 1:
         raise M3DError(f"repeats={repeats} is not valid; allowed: 1 and more")
     recipe = (
@@ -260,8 +264,8 @@ def _train_and_test(
                 trainer.run(trainer.epoch + 1)
                 if trainer.epoch in protocol.checks:
                     measured[trainer.epoch] = trainer.accuracy(test).cpu()  # [R]
-                    if report is not None:
-                        report(trainer.epoch, recipe.epochs)
+                    if settings.report is not None:
+                        settings.report(trainer.epoch, recipe.epochs)
                 saver.tend(trainer, measured, earlier + time.perf_counter() - began, stopping.is_set())
     saver.finish()
     values = torch.stack([measured[epoch] for epoch in protocol.checks])
