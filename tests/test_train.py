@@ -9,11 +9,14 @@ from m3d.augment import Augment
 from m3d.errors import M3DError
 from m3d.evaluation import PROTOCOLS, make_protocol
 from m3d.nets import FlatNet, make_net
+from m3d.nets.norms import BatchNorm
+from m3d.rng import Purpose
 from m3d.runtime import Runtime
 from m3d.train import Images, Recipe, Trainer, cutmix
 
 CPU = Runtime.choose("cpu")
 SHAPE = (3, 8, 8)
+SHAPE16 = (3, 16, 16)
 
 
 def images(n=10, seed=0):
@@ -153,6 +156,39 @@ def test_accuracy_counts():
         logits = fast.net(fast.flat.detach()[r : r + 1], data.take(torch.arange(7))[None]).logits[0]
         expected.append(float((logits.argmax(1) == data.labels).sum()) * 100 / 7)
     torch.testing.assert_close(fast.accuracy(data, chunk=3), torch.tensor(expected, dtype=torch.float64))
+
+
+def test_batch_norm_is_tested_with_statistics_of_the_training_images():
+    """Against the library's batch norm in evaluation mode, its running statistics set to the training images' own; and
+    a test image's answer does not depend on those beside it."""
+    net = FlatNet(make_net("resnet10:width=8,norm=batch", (3, 16, 16), 3))
+    generator = torch.Generator().manual_seed(0)
+    train, test = torch.randn(12, 3, 16, 16, generator=generator), torch.randn(6, 3, 16, 16, generator=generator)
+    flat = net.fresh(0, Purpose.CLASSIFIER, torch.tensor([0]), torch.tensor([0]))
+    together = net.calibrated(flat, test[None], train[None], torch.float32).logits[0]
+    alone = torch.cat([net.calibrated(flat, x[None, None], train[None], torch.float32).logits[0] for x in test])
+    torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-4)
+    assert not torch.allclose(together, net(flat, test[None]).logits[0], atol=1e-2)  # batch statistics say otherwise
+    x = torch.randn(10, 5, 4, 4, generator=generator)
+    mine, theirs = BatchNorm(5), nn.BatchNorm2d(5, momentum=1.0)
+    theirs(x[:7])
+    theirs.running_var = x[:7].var((0, 2, 3), correction=0)
+    mine.reference = 7
+    torch.testing.assert_close(mine(x)[7:], theirs.eval()(x[7:]), atol=1e-5, rtol=1e-4)
+
+
+def test_a_network_with_batch_norm_learns_and_is_measured():
+    recipe = Recipe(epochs=30, batch=8, lr=0.05)
+    data = images(12)
+    made = Trainer(FlatNet(make_net("resnet10:width=8,norm=batch", SHAPE16, 3)), _large(data), recipe, 1, 0, CPU)
+    made.run(30)
+    assert float(made.accuracy(_large(data))[0]) > 90
+
+
+def _large(data):
+    """The same images at 16 pixels."""
+    pixels = functional.interpolate(data.pixels, (16, 16))
+    return Images(pixels, data.labels, (0.5, 0.4, 0.3), (0.2, 0.3, 0.2))
 
 
 def test_paper_protocol_is_the_published_recipe():

@@ -149,7 +149,8 @@ class _Step(nn.Module):
         self.syn_index = torch.zeros(BLOCK, classes, self.subset, dtype=torch.long, device=device)
         self.uniforms = torch.zeros(BLOCK, classes, UNIFORMS, device=device)
         self.losses = torch.zeros(BLOCK, classes, device=device)
-        self.chunk = classes if self.objective.across_classes else _classes_at_once(data, matching.batch_real)
+        self.together = self.objective.across_classes or net.mixes_images  # whether classes must go through at once
+        self.chunk = classes if self.together else _classes_at_once(data, matching.batch_real)
         loss = torch.compile(self.loss, dynamic=False) if runtime.compiles(matching.steps) else self.loss
         self._loss: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = loss
 
@@ -268,7 +269,7 @@ class _Run:
 
     def _take_fewer_classes(self, error: torch.OutOfMemoryError) -> None:
         """Half as many classes at a time. Memory runs out before anything moved, so the step is simply tried again."""
-        if self.state.chunk == 1 or self.state.objective.across_classes:
+        if self.state.chunk == 1 or self.state.together:
             raise M3DError(
                 f"step {self.step} does not fit into memory with {self.state.chunk} class(es) at a time; "
                 f"lower --batch-real, --ipc or --size"

@@ -20,6 +20,7 @@ from m3d.errors import M3DError
 from m3d.nets.flat import FlatNet
 from m3d.runtime import Repeated, Runtime, pick
 
+_REFERENCE = 1024  # training images that give batch norms their statistics in a test
 _BLOCK_STEPS = 64  # draws are made for at least this many steps together
 
 
@@ -176,13 +177,20 @@ class Trainer:
 
     @torch.no_grad()
     def accuracy(self, test: Images, chunk: int = 1000) -> Tensor:
-        """[R]: each network's accuracy on ``test``, in percent."""
+        """[R]: each network's accuracy on ``test``, in percent.
+
+        Batch norms, where a network has them, take the statistics of (at most 1,024 of) the training images, as they
+        are without augmentation.
+        """
+        many = min(len(self.images), _REFERENCE)
+        reference = self.images.take(torch.linspace(0, len(self.images) - 1, many, device=self.flat.device).long())
         right = torch.zeros(self.repeats, dtype=torch.long, device=self.flat.device)
         for first in range(0, len(test), chunk):
             index = torch.arange(first, min(first + chunk, len(test)), device=self.flat.device)
             images, labels = test.take(index), test.labels[index]
             for r in range(self.repeats):
-                logits = self.net(self.flat[r : r + 1], images[None], self.runtime.dtype).logits[0]
+                row = self.flat[r : r + 1]
+                logits = self.net.calibrated(row, images[None], reference[None], self.runtime.dtype).logits[0]
                 right[r] += (logits.argmax(1) == labels).sum()
         return right.double() * (100 / len(test))
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from m3d.nets.convnet import ConvNet, NormName
+from m3d.nets.densenet import DenseNet
 from m3d.nets.flat import FlatNet, Stackable
+from m3d.nets.norms import AnyNorm, BlockNorm
+from m3d.nets.plain import alexnet, vgg11
+from m3d.nets.resnet import resnet, resnet_ap
 from m3d.registry import Registry, parse_spec
 
 NETS: Registry[Stackable] = Registry("network")
@@ -29,6 +33,42 @@ def _convnet_of(depth: int) -> None:
 
 for _depth in range(1, 7):
     _convnet_of(_depth)
+
+
+@NETS.register("resnet10")
+def _resnet10(shape: Shape, classes: int, *, width: int = 64, norm: BlockNorm = "instance") -> Stackable:
+    """ResNet-10 for small images; the published cross-architecture tests use ``width=32,norm=batch``."""
+    return resnet(shape, classes, 1, width, norm)
+
+
+@NETS.register("resnet18")
+def _resnet18(shape: Shape, classes: int, *, width: int = 64, norm: BlockNorm = "instance") -> Stackable:
+    """ResNet-18 for small images."""
+    return resnet(shape, classes, 2, width, norm)
+
+
+@NETS.register("resnetap10")
+def _resnetap10(shape: Shape, classes: int, *, width: int = 64, norm: BlockNorm = "instance") -> Stackable:
+    """ResNetAP-10, the paper's network for ImageNet: average pooling instead of strides, He-normal weights."""
+    return resnet_ap(shape, classes, 1, width, norm)
+
+
+@NETS.register("densenet121")
+def _densenet121(shape: Shape, classes: int, *, growth: int = 32, norm: BlockNorm = "instance") -> Stackable:
+    """DenseNet-121 for small images; the published cross-architecture tests use ``growth=12,norm=batch``."""
+    return DenseNet(shape, classes, (6, 12, 24, 16), growth, norm)
+
+
+@NETS.register("alexnet")
+def _alexnet(shape: Shape, classes: int, *, norm: AnyNorm = "none") -> Stackable:
+    """The DC family's small AlexNet, as published without a norm."""
+    return alexnet(shape, classes, norm)
+
+
+@NETS.register("vgg11")
+def _vgg11(shape: Shape, classes: int, *, norm: BlockNorm = "instance") -> Stackable:
+    """The DC family's VGG-11."""
+    return vgg11(shape, classes, norm)
 
 
 def make_net(spec: str, shape: Shape, classes: int) -> Stackable:

@@ -12,19 +12,11 @@ from torch.nn import functional
 
 from m3d.errors import M3DError
 from m3d.nets.flat import Stackable
+from m3d.nets.norms import Affine
 from m3d.types import Seen
 
 NormName = Literal["instance", "none"]
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
-
-
-class Affine(nn.Module):
-    """Gain and shift of a normalisation."""
-
-    def __init__(self, channels: int):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(channels))
-        self.bias = nn.Parameter(torch.zeros(channels))
 
 
 class ConvNet(Stackable):
