@@ -25,8 +25,8 @@ def short(name: str) -> dict[str, object]:
 
 
 def test_the_sweep_is_complete():
-    assert {"m3d", "dm", "random", "herding", "k-center"} <= set(NAMES)
-    assert len(NAMES) == 5  # raise this with every method added: a sweep that shrinks is a failure
+    assert {"m3d", "dm", "random", "herding", "k-center", "dc", "dsa", "idc", "idc-i"} <= set(NAMES)
+    assert len(NAMES) == 9  # raise this with every method added: a sweep that shrinks is a failure
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -18,10 +18,9 @@ from m3d.errors import M3DError
 from m3d.kernels import Gaussian, Linear
 from m3d.methods import Task, make_method
 from m3d.nets import FlatNet, make_net
-from m3d.objectives import MMD
-from m3d.objectives.features import Objective
+from m3d.objectives import MMD, Objective
 from m3d.players import Descent
-from m3d.pools import Fresh
+from m3d.pools import Fresh, World
 from m3d.runtime import Interrupted, Runtime
 from m3d.select import RandomReal
 from m3d.store import RunFolder
@@ -160,14 +159,15 @@ def test_at_most_batch_syn_max_images_enter_a_step(tiny):
 
 def test_the_encoder_changes_every_ipm_steps(tiny):
     net = FlatNet(make_net(NET, tiny.shape, 3))
-    pool = Fresh(every=3).start(net, 0, CPU)
+    world = World(net, tiny, None, 0, CPU)
+    pool = Fresh(every=3).start(world)
     seen = []
     for step in range(7):
         if pool.due(step):
             pool.draw(step)
         seen.append(pool.parameters_flat.clone())
     assert torch.equal(seen[0], seen[2]) and not torch.equal(seen[2], seen[3]) and torch.equal(seen[3], seen[5])
-    other = Fresh(every=3).start(net, 0, CPU)
+    other = Fresh(every=3).start(world)
     other.restore(5)
     assert torch.equal(other.parameters_flat, seen[5])
 

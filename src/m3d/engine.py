@@ -22,9 +22,9 @@ from m3d.augment import UNIFORMS, Augment
 from m3d.data.classes import Dataset
 from m3d.errors import M3DError
 from m3d.nets.flat import FlatNet
-from m3d.objectives.features import Objective
+from m3d.objectives.base import Objective
 from m3d.players import Player
-from m3d.pools import Pool
+from m3d.pools import Pool, World
 from m3d.probes import Forward, Probe
 from m3d.runtime import Interrupted, Repeated, Runtime, pick, stop_politely
 from m3d.select import Init
@@ -44,9 +44,9 @@ class Matching:
 
     steps: int
     pool: Pool  # through which networks
-    objective: Objective  # how readings are compared
+    objective: Objective[Any]  # how readings are compared
     player: Player  # how the images move
-    probe: Probe = field(default_factory=Forward)  # what is read
+    probe: Probe[Any] = field(default_factory=Forward)  # what is read, of the kind the objective compares
     augment: Augment = field(default_factory=Augment)  # one draw per class and step, the same for both sides
     batch_real: int = 128  # real images per class and step
     batch_syn_max: int = 200  # decoded synthetic images per class and step, at most
@@ -137,7 +137,7 @@ class _Step(nn.Module):
         mean, std = torch.tensor(data.mean, device=device), torch.tensor(data.std, device=device)
         self.synthetic = Synthetic(pixels, method.tiles, mean, std, matching.standardised)
         self.objective = copy.deepcopy(matching.objective).to(device)  # the record itself is never changed
-        self.pool = matching.pool.start(net, seed, runtime)
+        self.pool = matching.pool.start(World(net, data, self.synthetic, seed, runtime))
         self.player = matching.player.start(self.synthetic.latent)
         decoded = pixels.shape[1] * method.tiles.cells
         self.subset = min(matching.batch_syn_max, decoded)
@@ -265,6 +265,7 @@ class _Run:
                 break
             except torch.OutOfMemoryError as error:
                 self._take_fewer_classes(error)
+        self.state.pool.age(self.step)
         self.step += 1
 
     def _take_fewer_classes(self, error: torch.OutOfMemoryError) -> None:

@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from m3d import rng
+from m3d.augment import Augment
+from m3d.data.classes import Dataset
 from m3d.errors import M3DError
 from m3d.nets.flat import FlatNet
 from m3d.runtime import Repeated, Runtime
+from m3d.synth import Synthetic
+from m3d.train import Images, Recipe, Trainer
+
+
+@dataclass(frozen=True)
+class World:
+    """What a pool may look at during a run."""
+
+    net: FlatNet
+    data: Dataset
+    synthetic: Synthetic
+    seed: int
+    runtime: Runtime
 
 
 class LivePool(nn.Module):
@@ -21,11 +37,14 @@ class LivePool(nn.Module):
 
     def due(self, step: int) -> bool:
         """Whether the encoder changes before this step."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must define due(step)")
 
     def draw(self, step: int) -> None:
         """Refill the encoder for this step, in place."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must define draw(step)")
+
+    def age(self, step: int) -> None:
+        """After this step: train the encoder, or (the default) leave it as it is."""
 
     def restore(self, step: int) -> None:
         """After a checkpoint was loaded: rebuild what it does not hold, as it was just before this step."""
@@ -34,7 +53,7 @@ class LivePool(nn.Module):
 class Pool(Protocol):
     """A recipe for encoders."""
 
-    def start(self, net: FlatNet, seed: int, runtime: Runtime) -> LivePool: ...
+    def start(self, world: World) -> LivePool: ...
 
 
 @dataclass(frozen=True)
@@ -47,19 +66,19 @@ class Fresh:
         if self.every < 1:
             raise M3DError(f"ipm={self.every} is not valid; allowed: 1 and more")
 
-    def start(self, net: FlatNet, seed: int, runtime: Runtime) -> LivePool:
-        return _FreshPool(net, seed, self.every, runtime)
+    def start(self, world: World) -> LivePool:
+        return _FreshPool(world, self.every)
 
 
 class _FreshPool(LivePool):
-    def __init__(self, net: FlatNet, seed: int, every: int, runtime: Runtime):
+    def __init__(self, world: World, every: int, persistent: bool = False):
         super().__init__()
-        self.net, self.seed, self.every = net, seed, every
-        self.lane = torch.zeros(1, dtype=torch.long, device=net.base.device)
+        self.net, self.seed, self.every = world.net, world.seed, every
+        self.lane = torch.zeros(1, dtype=torch.long, device=world.net.base.device)
         self.index = torch.zeros_like(self.lane)  # which encoder; read on the device by the recorded refill
-        self._refill = Repeated(self._fill, runtime)
-        # A function of (seed, step) alone, so nothing of it needs to be saved.
-        self.register_buffer("parameters_flat", torch.zeros_like(net.base), persistent=False)
+        self._refill = Repeated(self._fill, world.runtime)
+        # An encoder that is not trained is a function of (seed, step) alone, so nothing of it needs to be saved.
+        self.register_buffer("parameters_flat", torch.zeros_like(world.net.base), persistent=persistent)
 
     def due(self, step: int) -> bool:
         return step % self.every == 0
@@ -74,3 +93,92 @@ class _FreshPool(LivePool):
     @torch.no_grad()
     def _fill(self) -> None:
         self.parameters_flat.copy_(self.net.fresh(self.seed, rng.Purpose.ENCODER, self.index, self.lane)[0])
+
+
+@dataclass(frozen=True)
+class TrainedOnSynthetic:
+    """A new encoder every ``every`` steps; between them it is trained on the synthetic images as they are then."""
+
+    every: int
+    epochs: int  # of training after each step but the last of an encoder
+    batch: int = 256
+    lr: float = 0.01
+    augment: Augment = field(default_factory=Augment)
+
+    def __post_init__(self) -> None:
+        _at_least_one(self, "every", "epochs")
+
+    def start(self, world: World) -> LivePool:
+        with torch.no_grad():
+            pixels = world.synthetic.decoded()
+        labels = torch.arange(len(pixels), device=pixels.device).repeat_interleave(pixels.shape[1])
+        images = Images(pixels.flatten(0, 1).clone(), labels, world.data.mean, world.data.std)
+        recipe = Recipe(1, self.batch, self.lr, momentum=0.0, weight_decay=0.0, augment=self.augment)
+        trainer = Trainer(world.net, images, recipe, 1, world.seed, world.runtime)
+
+        def refresh() -> None:
+            images.pixels.copy_(world.synthetic.decoded().flatten(0, 1))
+
+        return _TrainedPool(world, self.every, self.epochs, trainer, refresh)
+
+
+@dataclass(frozen=True)
+class TrainedOnReal:
+    """A new encoder every ``every`` steps; between them it is trained on real images, the next ``images`` each time."""
+
+    every: int
+    images: int
+    recipe: Recipe  # its number of epochs does not matter
+
+    def __post_init__(self) -> None:
+        _at_least_one(self, "every", "images")
+
+    def start(self, world: World) -> LivePool:
+        train = world.data.train
+        images = Images(train.images, train.labels(), world.data.mean, world.data.std)
+        sample = min(self.images, len(images))
+        trainer = Trainer(world.net, images, self.recipe, 1, world.seed, world.runtime, sample=sample)
+        return _TrainedPool(world, self.every, 1, trainer, lambda: None)
+
+
+class _TrainedPool(_FreshPool):
+    """An encoder and its momentum, both checkpointed; ``refresh`` brings the trainer's images up to date."""
+
+    velocity: Tensor  # [P]
+
+    def __init__(self, world: World, every: int, epochs: int, trainer: Trainer, refresh: Callable[[], None]):
+        super().__init__(world, every, persistent=True)
+        self.register_buffer("velocity", torch.zeros_like(self.parameters_flat))
+        self.epochs, self.trainer, self.refresh = epochs, trainer, refresh
+
+    def draw(self, step: int) -> None:
+        super().draw(step)
+        self.velocity.zero_()
+
+    def restore(self, step: int) -> None:
+        """The checkpoint holds the encoder itself."""
+
+    @torch.no_grad()
+    def age(self, step: int) -> None:
+        if (step + 1) % self.every == 0:  # a new encoder follows
+            return
+        self.refresh()
+        self.trainer.load(
+            {
+                "flat": self.parameters_flat[None],
+                "velocity": self.velocity[None],
+                "epoch": torch.tensor(step * self.epochs),
+            }
+        )
+        with torch.enable_grad():
+            self.trainer.run(
+                (step + 1) * self.epochs
+            )  # epochs are numbered by steps, so that each draws its own orders
+        self.parameters_flat.copy_(self.trainer.flat[0])
+        self.velocity.copy_(self.trainer.velocity[0])
+
+
+def _at_least_one(record: object, *names: str) -> None:
+    for name in names:
+        if getattr(record, name) < 1:
+            raise M3DError(f"{name}={getattr(record, name)} is not valid; allowed: 1 and more")

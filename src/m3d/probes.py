@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from m3d.nets.flat import FlatNet
-from m3d.types import Batch, Seen
+from m3d.types import Batch, Grads, Reading, Seen
+
+R_co = TypeVar("R_co", bound=Reading, covariant=True)
 
 
-class Probe(Protocol):
+class Probe(Protocol[R_co]):
     """Reads a class-major batch through the network with parameters ``flat`` [P]."""
 
-    def __call__(self, net: FlatNet, flat: Tensor, batch: Batch, dtype: torch.dtype) -> Seen: ...
+    def __call__(self, net: FlatNet, flat: Tensor, batch: Batch, dtype: torch.dtype) -> R_co: ...
 
 
 @dataclass(frozen=True)
@@ -32,3 +35,30 @@ class Forward:
             return x[0].reshape(classes, n, *x.shape[2:])
 
         return Seen(tuple(map(by_class, seen.maps)), by_class(seen.features), by_class(seen.logits))
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """The gradient of the mean cross-entropy of each class's images, class by class, in one pass.
+
+    The network is copied once per class and the copies run side by side, so one differentiation of the summed losses
+    gives every class's own gradient. It is differentiable again, which the images need. Weights of one dimension
+    (biases, norms) are left out; ``keep`` convolutions leaves out the classifier too.
+    """
+
+    keep: Literal["matrices", "convolutions"] = "matrices"
+
+    def __call__(self, net: FlatNet, flat: Tensor, batch: Batch, dtype: torch.dtype) -> Grads:
+        classes = len(batch.images)
+
+        def loss(copies: Tensor) -> Tensor:  # [C, P] -> the sum of the classes' losses
+            logits = net(
+                copies, batch.images, dtype, maps=True
+            ).logits  # maps: the path that can be differentiated twice
+            return functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="sum")
+
+        gradient: Tensor = torch.func.grad(loss)(flat.expand(classes, -1)) / batch.images.shape[1]
+        named = net.unflatten(gradient)
+        least = 4 if self.keep == "convolutions" else 2
+        kept = [g for name, g in named.items() if g.ndim - 1 >= least]
+        return Grads(tuple(g.flatten(2) for g in kept))

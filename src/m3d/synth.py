@@ -89,6 +89,10 @@ class Synthetic(nn.Module):
         """[C, ipc, ch, h, w] in [0, 1]."""
         return self.latent * self.std + self.mean if self.standardised else self.latent
 
+    def decoded(self) -> Tensor:
+        """[C, ipc·l², ch, h, w] in [0, 1]: as a network is trained on them, before normalisation."""
+        return self.tiles.decode(self.pixels())
+
     def forward(self, classes: Tensor) -> Tensor:
         """[c, ipc·l², ch, h, w]: the images of ``classes`` [c], decoded and normalised."""
         return self.normalise(self.tiles.decode(self.pixels()[classes]))

@@ -71,11 +71,23 @@ class Images:
 class Trainer:
     """R networks trained side by side on the same images."""
 
-    def __init__(self, net: FlatNet, images: Images, recipe: Recipe, repeats: int, seed: int, runtime: Runtime):
+    def __init__(
+        self,
+        net: FlatNet,
+        images: Images,
+        recipe: Recipe,
+        repeats: int,
+        seed: int,
+        runtime: Runtime,
+        *,
+        sample: int | None = None,
+    ):
+        """With ``sample`` an epoch is that many images, the next ones of an endless shuffled reading of them all."""
         device = images.pixels.device
+        self.sample, self.length = sample, sample or len(images)  # images an epoch has
         self.net, self.images, self.recipe, self.seed, self.runtime = net, images, recipe, seed, runtime
-        self.repeats, self.batch = repeats, min(recipe.batch, len(images))
-        self.steps_per_epoch = -(-len(images) // self.batch)
+        self.repeats, self.batch = repeats, min(recipe.batch, self.length)
+        self.steps_per_epoch = -(-self.length // self.batch)
         self.epochs_per_block = max(1, _BLOCK_STEPS // self.steps_per_epoch)
         self.lanes = torch.arange(repeats, device=device)
         self.flat = net.fresh(
@@ -98,7 +110,7 @@ class Trainer:
         while self.epoch < until:
             self._begin_epoch()
             for k in range(self.steps_per_epoch):
-                size = min(self.batch, len(self.images) - k * self.batch)
+                size = min(self.batch, self.length - k * self.batch)
                 self._step_of(size)()
             self.epoch += 1
 
@@ -125,9 +137,14 @@ class Trainer:
     @torch.no_grad()
     def _refill(self, epoch: int) -> None:
         """Draw orders, augmentation and CutMix for a block of epochs."""
-        device, n, k = self.lanes.device, len(self.images), self.steps_per_epoch
+        device, n, k = self.lanes.device, self.length, self.steps_per_epoch
         epochs = torch.arange(epoch, epoch + self.epochs_per_block, device=device)
-        order = rng.permutation(self.seed, rng.Purpose.ORDER, epochs, self.lanes, n)  # [E, R, N]
+        if self.sample is None:
+            order = rng.permutation(self.seed, rng.Purpose.ORDER, epochs, self.lanes, n)  # [E, R, N]
+        else:
+            position = (epochs[:, None, None] * n + torch.arange(n, device=device)).expand(-1, self.repeats, -1)
+            decks = torch.full_like(self.lanes, len(self.images))
+            order = rng.shuffled(self.seed, rng.Purpose.ORDER, position, self.lanes, decks)
         padded = functional.pad(order, (0, k * self.batch - n)).unflatten(-1, (k, self.batch))
         self.index.copy_(padded.movedim(2, 1).flatten(0, 1))
         steps = torch.arange(epoch * k, (epoch + self.epochs_per_block) * k, device=device)

@@ -6,7 +6,7 @@ R networks trained at once, S steps.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
 
@@ -24,3 +24,12 @@ class Seen(NamedTuple):
     maps: tuple[Tensor, ...]  # each [..., c, h, w]: every block's activation before pooling
     features: Tensor  # [..., d]: the representation, i.e. the classifier's input
     logits: Tensor  # [..., K]
+
+
+class Grads(NamedTuple):
+    """Gradients of a network's loss, each class's own."""
+
+    weights: tuple[Tensor, ...]  # each [C, outputs, inputs]: one matrix per weight, a row per output
+
+
+Reading: TypeAlias = Seen | Grads

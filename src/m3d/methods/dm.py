@@ -22,11 +22,12 @@ from m3d.engine import Matching, Method
 from m3d.errors import M3DError
 from m3d.kernels import Gaussian, Linear
 from m3d.methods import METHODS, Task
-from m3d.objectives.features import MMD, Moment, Objective
+from m3d.objectives import MMD, Moment, Objective
 from m3d.players import Descent
 from m3d.pools import Fresh
 from m3d.select import make_init
 from m3d.synth import Tiles
+from m3d.types import Seen
 
 
 @METHODS.register("dm", paper="Zhao & Bilen, WACV 2023", equation="Eq. 3", cost="low")
@@ -71,10 +72,10 @@ def dm(
     )
 
 
-def _loss(objective: str, moments: int, second: float, third: float) -> Objective:
+def _loss(objective: str, moments: int, second: float, third: float) -> Objective[Seen]:
     if moments not in (1, 2, 3):
         raise M3DError(f"moments={moments} is not valid; allowed: 1, 2, 3")
-    total: Objective = MMD(Gaussian() if objective == "m3d" else Linear())
+    total: Objective[Seen] = MMD(Gaussian() if objective == "m3d" else Linear())
     for order, weight in ((2, second), (3, third)):
         if order <= moments:
             total = total + weight * Moment(order)

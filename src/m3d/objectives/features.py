@@ -2,51 +2,15 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from m3d.errors import M3DError
 from m3d.kernels import Kernel
+from m3d.objectives.base import Objective
 from m3d.types import Seen
 
 
-class Objective(nn.Module):
-    """A comparison of real and synthetic readings, [C]. Objectives add and take weights: ``a + 0.1 * b``."""
-
-    across_classes = False  # whether a class's value depends on other classes; if not, classes may go in chunks
-
-    def forward(self, goal: Seen, seen: Seen) -> Tensor:
-        """[C]: how far the synthetic reading ``seen`` is from the real one ``goal``, class by class."""
-        raise NotImplementedError(f"{type(self).__name__} must define forward(goal, seen)")
-
-    def __add__(self, other: object) -> Objective:
-        if not isinstance(other, Objective):
-            raise M3DError(f"objective + {other!r}: only another objective can be added")
-        return Weighted([(1.0, self), (1.0, other)])
-
-    def __mul__(self, weight: object) -> Objective:
-        if not isinstance(weight, int | float):
-            raise M3DError(f"objective * {weight!r}: only a number can be a weight")
-        return Weighted([(float(weight), self)])
-
-    __rmul__ = __mul__
-
-
-class Weighted(Objective):
-    """Σ weight · objective."""
-
-    def __init__(self, terms: list[tuple[float, Objective]]):
-        super().__init__()
-        self.weights = [weight for weight, _ in terms]
-        self.terms = nn.ModuleList(term for _, term in terms)
-        self.across_classes = any(term.across_classes for _, term in terms)
-
-    def forward(self, goal: Seen, seen: Seen) -> Tensor:
-        values = [w * term(goal, seen) for w, term in zip(self.weights, self.terms, strict=True)]
-        return torch.stack(values).sum(0)
-
-
-class MMD(Objective):
+class MMD(Objective[Seen]):
     """L_M3D = K̂_TT + K̂_SS − 2·K̂_TS, the biased estimate of MMD² for every class at once (Eq. 9).
 
     The means include the diagonal, so one synthetic image per class is enough. One bandwidth per class, taken from the
@@ -69,7 +33,7 @@ def mmd2(kernel: Kernel, real: Tensor, synthetic: Tensor) -> Tensor:
     return tt + ss - 2 * ts
 
 
-class Moment(Objective):
+class Moment(Objective[Seen]):
     """‖m_q(real) − m_q(synthetic)‖², m_q the central moment of order q of every feature: 2 variance, 3 skewness.
 
     The regularisation of the paper's Table 1, which does not define it; central moments, feature by feature, are ours.

@@ -1,0 +1,102 @@
+"""DC and DSA: matching gradients.
+
+DC: Zhao, Mopuri & Bilen, "Dataset Condensation with Gradient Matching", ICLR 2021. For each of 1,000 random networks, T
+times: move the synthetic images so that the gradient of the network's loss on them equals the one on real images, class
+by class (Σ over weights, Σ over output rows of 1 − cosine), then train the network on the synthetic images. Images
+start from noise.
+
+DSA: Zhao & Bilen, "Dataset Condensation with Differentiable Siamese Augmentation", ICML 2021. The same from real
+images, with one augmentation per class and step shared by both sides, and augmented training of the network.
+
+Departures: images are clamped to [0, 1] after each step so that they can be stored and shown; noise is clipped too.
+"""
+
+from __future__ import annotations
+
+from m3d.augment import Augment
+from m3d.engine import Matching, Method
+from m3d.methods import METHODS, Task
+from m3d.objectives import CosineRows
+from m3d.players import Descent
+from m3d.pools import TrainedOnSynthetic
+from m3d.probes import Gradient
+from m3d.select import make_init
+from m3d.synth import Tiles
+
+# Images per class → (steps per network, epochs of training after each), as published.
+_LOOPS = {1: (1, 1), 10: (10, 50), 20: (20, 25), 30: (30, 20), 40: (40, 15), 50: (50, 10)}
+
+
+def loops(ipc: int) -> tuple[int, int]:
+    """Published numbers where there are some; in between, those of the nearest smaller published IPC."""
+    return _LOOPS[max(known for known in _LOOPS if known <= ipc)]
+
+
+@METHODS.register("dc", paper="Zhao et al., ICLR 2021", equation="gradient matching", cost="high")
+def dc(
+    task: Task,
+    *,
+    steps: int | None = None,
+    lr: float = 0.1,
+    momentum: float = 0.5,
+    factor: int = 1,
+    outer: int | None = None,
+    inner: int | None = None,
+    batch_real: int = 256,
+    batch_syn_max: int = 200,
+    augment: str = "none",
+    init: str = "noise",
+) -> Method:
+    """Match the gradients that real and synthetic images give a network trained on the synthetic ones."""
+    known_outer, known_inner = loops(task.ipc)
+    outer, inner = outer or known_outer, inner or known_inner
+    operations = Augment.parse(augment)
+    return Method(
+        init=make_init(init),
+        tiles=Tiles(factor),
+        matching=Matching(
+            steps=1000 * outer if steps is None else steps,
+            pool=TrainedOnSynthetic(every=outer, epochs=inner, augment=operations),
+            objective=CosineRows(),
+            player=Descent(lr=lr, momentum=momentum),
+            probe=Gradient(),
+            augment=operations,
+            batch_real=batch_real,
+            batch_syn_max=batch_syn_max,
+            standardised=True,
+        ),
+    )
+
+
+@METHODS.register("dsa", paper="Zhao & Bilen, ICML 2021", equation="gradient matching", cost="high")
+def dsa(
+    task: Task,
+    *,
+    steps: int | None = None,
+    lr: float = 0.1,
+    momentum: float = 0.5,
+    factor: int = 1,
+    outer: int | None = None,
+    inner: int | None = None,
+    batch_real: int = 256,
+    batch_syn_max: int = 200,
+    augment: str | None = None,
+    init: str = "real",
+) -> Method:
+    """DC from real images with siamese augmentation."""
+    if augment is None:
+        full = Augment(one_of=("color", "crop", "cutout", "flip", "scale", "rotate"))
+        augment = str(full if task.mirror else full.without("flip"))
+    return dc(
+        task,
+        steps=steps,
+        lr=lr,
+        momentum=momentum,
+        factor=factor,
+        outer=outer,
+        inner=inner,
+        batch_real=batch_real,
+        batch_syn_max=batch_syn_max,
+        augment=augment,
+        init=init,
+    )

@@ -1,0 +1,52 @@
+"""The base of all objectives, and their algebra."""
+
+from __future__ import annotations
+
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from m3d.errors import M3DError
+from m3d.types import Reading
+
+R = TypeVar("R", bound=Reading)
+
+
+class Objective(nn.Module, Generic[R]):
+    """A comparison of real and synthetic readings, [C]. Objectives add and take weights: ``a + 0.1 * b``.
+
+    ``R`` is the kind of reading compared, so a type checker refuses a gradient distance on features.
+    """
+
+    across_classes = False  # whether a class's value depends on other classes; if not, classes may go in chunks
+
+    def forward(self, goal: R, seen: R) -> Tensor:
+        """[C]: how far the synthetic reading ``seen`` is from the real one ``goal``, class by class."""
+        raise NotImplementedError(f"{type(self).__name__} must define forward(goal, seen)")
+
+    def __add__(self, other: object) -> Objective[R]:
+        if not isinstance(other, Objective):
+            raise M3DError(f"objective + {other!r}: only another objective can be added")
+        return Weighted([(1.0, self), (1.0, other)])
+
+    def __mul__(self, weight: object) -> Objective[R]:
+        if not isinstance(weight, int | float):
+            raise M3DError(f"objective * {weight!r}: only a number can be a weight")
+        return Weighted([(float(weight), self)])
+
+    __rmul__ = __mul__
+
+
+class Weighted(Objective[R]):
+    """Σ weight · objective."""
+
+    def __init__(self, terms: list[tuple[float, Objective[R]]]):
+        super().__init__()
+        self.weights = [weight for weight, _ in terms]
+        self.terms = nn.ModuleList(term for _, term in terms)
+        self.across_classes = any(term.across_classes for _, term in terms)
+
+    def forward(self, goal: R, seen: R) -> Tensor:
+        values = [w * term(goal, seen) for w, term in zip(self.weights, self.terms, strict=True)]
+        return torch.stack(values).sum(0)

@@ -1,0 +1,202 @@
+"""Gradient matching against naive per-class differentiation in float64, and the pools that train their encoders."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+from m3d.augment import Augment
+from m3d.engine import Watch, _Step, condense
+from m3d.errors import M3DError
+from m3d.methods import Task, make_method
+from m3d.methods.dc import loops
+from m3d.nets import FlatNet, make_net
+from m3d.objectives import CosineRows, PowerDistance
+from m3d.pools import TrainedOnReal, TrainedOnSynthetic, World
+from m3d.probes import Gradient
+from m3d.rng import Purpose
+from m3d.runtime import Interrupted, Runtime
+from m3d.store import RunFolder
+from m3d.synth import Synthetic, Tiles
+from m3d.train import Recipe
+from m3d.types import Batch, Grads
+
+CPU = Runtime.choose("cpu")
+NET = "convnet2:width=4"
+
+
+def setting(classes=3, n=4):
+    net = FlatNet(make_net(NET, (3, 8, 8), classes))
+    flat = net.fresh(0, Purpose.ENCODER, torch.tensor([0]), torch.tensor([0]))[0].double()
+    images = torch.randn(2, classes, n, 3, 8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    labels = torch.arange(classes)[:, None].expand(classes, n)
+    return net, flat, images, labels
+
+
+def naive_gradients(net, flat, images, label, create_graph=False):
+    """One class: a plain module, a plain loss, plain autograd."""
+    module = make_net(NET, (3, 8, 8), 3).double()
+    values = {name: v[0].clone().requires_grad_() for name, v in net.unflatten(flat[None]).items()}
+    logits = torch.func.functional_call(module, values, (images,)).logits
+    loss = functional.cross_entropy(logits, torch.full((len(images),), label))
+    gradients = torch.autograd.grad(loss, list(values.values()), create_graph=create_graph)
+    return dict(zip(values, gradients, strict=True))
+
+
+def naive_distance(real, synthetic):
+    """Σ over weights with two dimensions and more, Σ over output rows of 1 − cosine."""
+    total = torch.zeros((), dtype=torch.float64)
+    for name, g in real.items():
+        if g.ndim < 2:
+            continue
+        for a, b in zip(g.flatten(1), synthetic[name].flatten(1), strict=True):
+            total = total + 1 - (a @ b) / (a.norm() * b.norm())
+    return total
+
+
+@pytest.mark.parametrize("keep", ["matrices", "convolutions"])
+def test_gradients_of_all_classes_equal_one_class_at_a_time(keep):
+    net, flat, images, labels = setting()
+    read = Gradient(keep)(net, flat, Batch(images[0], labels), torch.float64)
+    for c in range(3):
+        naive = [
+            g
+            for g in naive_gradients(net, flat, images[0, c], c).values()
+            if g.ndim >= (4 if keep == "convolutions" else 2)
+        ]
+        assert len(naive) == len(read.weights) == (2 if keep == "convolutions" else 3)
+        for mine, theirs in zip(read.weights, naive, strict=True):
+            torch.testing.assert_close(mine[c], theirs.flatten(1))
+
+
+def test_the_images_gradient_goes_through_the_gradient():
+    """Distance and its derivative for the synthetic images against a naive double differentiation, float64."""
+    net, flat, images, labels = setting()
+    synthetic = images[1].clone().requires_grad_()
+    goal = Gradient()(net, flat, Batch(images[0], labels), torch.float64)
+    goal = Grads(tuple(g.detach() for g in goal.weights))
+    value = CosineRows()(goal, Gradient()(net, flat, Batch(synthetic, labels), torch.float64))
+    (mine,) = torch.autograd.grad(value.sum(), synthetic)
+    assert value.shape == (3,)
+    for c in range(3):
+        own = images[1, c].clone().requires_grad_()
+        real = naive_gradients(net, flat, images[0, c], c)
+        distance = naive_distance(real, naive_gradients(net, flat, own, c, create_graph=True))
+        torch.testing.assert_close(value[c], distance)
+        torch.testing.assert_close(mine[c], torch.autograd.grad(distance, own)[0])
+
+
+@pytest.mark.parametrize("power", [1, 2])
+def test_power_distances_against_their_definition(power):
+    net, flat, images, labels = setting()
+    goal, own = (Gradient("convolutions")(net, flat, Batch(x, labels), torch.float64) for x in images)
+    value = PowerDistance(power)(goal, own)
+    for c in range(3):
+        expected = sum(
+            float(((a[c] - b[c]).abs() ** power).sum()) for a, b in zip(goal.weights, own.weights, strict=True)
+        )
+        assert float(value[c]) == pytest.approx(expected, rel=1e-9)
+    with pytest.raises(M3DError, match="power=3"):
+        PowerDistance(3)
+
+
+@pytest.mark.parametrize("objective", [CosineRows(), PowerDistance(1), PowerDistance(2)])
+def test_equal_gradients_have_no_distance(objective):
+    net, flat, images, labels = setting()
+    read = Gradient()(net, flat, Batch(images[0], labels), torch.float64)
+    torch.testing.assert_close(objective(read, read), torch.zeros(3, dtype=torch.float64), atol=1e-9, rtol=0)
+
+
+def test_training_on_real_images_reads_them_all_and_keeps_its_momentum(tiny):
+    """36 images, 10 after each step: four steps read every image before any comes twice."""
+    net = FlatNet(make_net(NET, tiny.shape, 3))
+    recipe = Recipe(epochs=1, batch=4, lr=0.01)
+    pool = TrainedOnReal(every=10, images=10, recipe=recipe).start(World(net, tiny, None, 0, CPU))
+    pool.draw(0)
+    seen = []
+    for step in range(4):
+        pool.age(step)
+        first = step % pool.trainer.epochs_per_block * 3
+        seen.append(torch.cat([pool.trainer.index[first + k, 0, : 4 if k < 2 else 2] for k in range(3)]))
+    order = torch.cat(seen)
+    assert torch.equal(order[:36].sort().values, torch.arange(36))
+    assert pool.velocity.norm() > 0 and torch.equal(pool.velocity, pool.trainer.velocity[0])
+    pool.draw(10)
+    assert pool.velocity.norm() == 0
+
+
+def test_the_encoder_is_trained_on_the_synthetic_images_as_they_are(tiny):
+    """Three epochs of plain SGD on all 6 images against a written-out loop with the trainer's own order."""
+    net = FlatNet(make_net(NET, tiny.shape, 3))
+    mean, std = torch.tensor(tiny.mean), torch.tensor(tiny.std)
+    synthetic = Synthetic(torch.rand(3, 2, 3, 8, 8, generator=torch.Generator().manual_seed(0)), Tiles(1), mean, std)
+    pool = TrainedOnSynthetic(every=3, epochs=3, batch=4).start(World(net, tiny, synthetic, 0, CPU))
+    pool.draw(0)
+    start = pool.parameters_flat.clone()
+    with torch.no_grad():
+        synthetic.latent.mul_(0.9)  # the images moved since the pool was made
+    pool.age(0)
+    flat = start.clone().requires_grad_()
+    images, labels = synthetic(torch.arange(3)).detach().flatten(0, 1), torch.arange(3).repeat_interleave(2)
+    for step in range(6):
+        chosen = pool.trainer.index[step, 0, : 4 if step % 2 == 0 else 2]
+        loss = functional.cross_entropy(net(flat[None], images[chosen][None]).logits[0], labels[chosen])
+        (gradient,) = torch.autograd.grad(loss, flat)
+        flat = (flat - 0.01 * gradient).detach().requires_grad_()
+    torch.testing.assert_close(pool.parameters_flat, flat.detach(), atol=1e-6, rtol=1e-5)
+    assert (pool.parameters_flat - start).norm() > 1e-3
+    before = pool.parameters_flat.clone()
+    pool.age(2)  # the last step of this encoder: a new one follows
+    assert torch.equal(before, pool.parameters_flat) and pool.due(3)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("dc", {"outer": 4, "inner": 2}),
+        ("dsa", {"outer": 4, "inner": 2}),
+        ("idc", {"per_network": 4, "train_images": 7}),
+    ],
+)
+def test_a_trained_pool_resumes_bit_identically(tiny, tmp_path, monkeypatch, name, options):
+    monkeypatch.setattr("m3d.engine._REPORT_SECONDS", 0.0)
+    method = make_method(name, Task("tiny", tiny.shape, 3, 2), {"steps": 9, "batch_real": 4, **options})[0]
+    net = FlatNet(make_net(NET, tiny.shape, 3))
+    whole = condense(method, tiny, net, 2, 0, CPU)
+    folder, asked = RunFolder(tmp_path), []
+
+    def stop(progress):
+        import signal
+
+        if progress.step == 6 and not asked:
+            asked.append(1)
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(Interrupted):
+        condense(method, tiny, net, 2, 0, CPU, Watch(report=stop, folder=folder))
+    resumed = condense(method, tiny, net, 2, 0, CPU, Watch(folder=folder))
+    assert torch.equal(resumed.pixels, whole.pixels) and resumed.losses == whole.losses
+
+
+def test_the_distance_falls(tiny):
+    method = make_method(
+        "dsa", Task("tiny", tiny.shape, 3, 1), {"steps": 60, "batch_real": 8, "augment": "none", "init": "noise"}
+    )[0]
+    losses = condense(method, tiny, FlatNet(make_net(NET, tiny.shape, 3)), 1, 0, CPU).losses
+    assert sum(losses[-10:]) < 0.9 * sum(losses[:10])
+
+
+def test_published_loops_and_settings(tiny):
+    assert [loops(i) for i in (1, 5, 10, 25, 50, 60)] == [(1, 1), (1, 1), (10, 50), (20, 25), (50, 10), (50, 10)]
+    dc, dsa = (make_method(n, Task("cifar10", (3, 32, 32), 10, 10), {})[0] for n in ("dc", "dsa"))
+    assert dc.steps == dsa.steps == 10_000 and dc.matching.augment == Augment()
+    assert str(dsa.matching.augment) == "color|crop|cutout|flip|scale|rotate" == str(dsa.matching.pool.augment)
+    assert (dc.matching.player.lr, dc.matching.player.momentum, dc.matching.batch_real) == (0.1, 0.5, 256)
+    step = _Step(
+        make_method("dc", Task("tiny", tiny.shape, 3, 1), {"steps": 1})[0],
+        tiny,
+        FlatNet(make_net(NET, tiny.shape, 3)),
+        torch.rand(3, 1, 3, 8, 8),
+        0,
+        CPU,
+    )
+    assert {"pool.parameters_flat", "synthetic.latent", "player.velocity"} <= set(step.state_dict())
