@@ -215,6 +215,17 @@ def test_lists(capsys):
     assert run(capsys, "list", "kernels", "linear")[0] == 0
 
 
+def test_every_option_of_everything_has_a_meaning():
+    from m3d.listing import _REGISTRIES, MEANINGS, describe
+
+    seen = set()
+    for what, registry in _REGISTRIES.items():
+        for entry in registry:
+            assert describe(what, entry.name)
+            seen |= set(entry.options())
+    assert seen == set(MEANINGS)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

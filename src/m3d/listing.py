@@ -23,6 +23,40 @@ _REGISTRIES: dict[str, Registry[Any]] = {
 KINDS = (*_REGISTRIES, "datasets")
 
 
+# What each option means, wherever it occurs; a test sees to it that none of the package's own is missing.
+MEANINGS = {
+    "augment": "augmentation shared by real and synthetic images: a+b applies both, a|b draws one (color, crop, "
+    "cutout, flip, scale, rotate, none)",
+    "batch": "images per training step",
+    "batch_real": "real images per class and step",
+    "batch_syn_max": "decoded synthetic images per class and step, at most",
+    "degree": "highest moment the kernel sees",
+    "depth": "number of blocks",
+    "epochs": "passes over the training images",
+    "factor": "mini-images along each side of a stored image",
+    "features": "what images are chosen by: a trained network's representation, or pixels",
+    "growth": "channels every layer adds",
+    "init": "where the images start ('m3d list inits')",
+    "inner": "epochs of training on the synthetic images after each step",
+    "ipm": "iterations per random model",
+    "kernel": "kernel of the maximum mean discrepancy ('m3d list kernels')",
+    "lr": "learning rate of the images; auto: the method's own rule (m3d: IPC × the kernel's rate)",
+    "moments": "1 matches means, 2 also variances, 3 also skewnesses",
+    "momentum": "of the images' descent",
+    "network": "network trained on the whole data for its representation",
+    "norm": "normalisation in every block",
+    "objective": "loss: the method's own, or L_M3D in its place",
+    "offset": "constant added to the inner product",
+    "outer": "steps per network",
+    "per_network": "steps per network",
+    "second": "weight of the variances",
+    "steps": "iterations",
+    "third": "weight of the skewnesses",
+    "train_images": "real images the network is trained on after each step",
+    "width": "channels of the first block",
+}
+
+
 def overview(what: str) -> list[dict[str, Any]]:
     """One row per name: {name, about, …}."""
     if what == "datasets":
@@ -42,7 +76,12 @@ def describe(what: str, name: str) -> list[dict[str, Any]]:
         raise M3DError(f"{what} have no options; 'm3d list {what}' shows them all")
     options = _REGISTRIES[what].get(name).options()
     rows = [
-        {"name": o.name, "about": o.kind, "default": "auto" if o.default is None else o.default}
+        {
+            "name": o.name,
+            "about": MEANINGS.get(o.name, ""),
+            "type": o.kind,
+            "default": "auto" if o.default is None else o.default,
+        }
         for o in options.values()
     ]
     return rows or [{"name": name, "about": "takes no option"}]
