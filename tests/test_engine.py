@@ -14,14 +14,14 @@ import torch
 import m3d
 from m3d.data import ClassData, Dataset
 from m3d.engine import BLOCK, Matching, Method, Watch, _Step, condense
-from m3d.errors import M3DError
+from m3d.errors import Interrupted, M3DError
 from m3d.kernels import Gaussian, Linear
 from m3d.methods import Task, make_method
 from m3d.nets import FlatNet, make_net
 from m3d.objectives import MMD, Objective
 from m3d.players import Descent
 from m3d.pools import Fresh, World
-from m3d.runtime import Interrupted, Runtime
+from m3d.runtime import Runtime
 from m3d.select import RandomReal
 from m3d.store import RunFolder
 from m3d.synth import Tiles
@@ -155,6 +155,82 @@ def test_at_most_batch_syn_max_images_enter_a_step(tiny):
     method = dataclasses.replace(method, matching=dataclasses.replace(method.matching, probe=Spy()))
     condense(method, tiny, FlatNet(make_net(NET, tiny.shape, 3)), 3, 0, CPU)
     assert set(counts[0::2]) == {4} and set(counts[1::2]) == {5}  # real, then synthetic: 5 of 12
+
+
+def test_which_synthetic_images_enter_is_drawn_anew(tiny):
+    """With room for 5 of 12, every decoded image enters now and then, and steps differ."""
+    method = method_of(tiny, 3, batch_syn_max=5)
+    net = FlatNet(make_net(NET, tiny.shape, 3))
+    step = _Step(method, tiny, net, method.tiles.encode(method.init(tiny, 12, 0, CPU)), 0, CPU)
+    step.refill(0)
+    assert step.syn_index.shape == (BLOCK, 3, 5)
+    for c in range(3):
+        assert set(step.syn_index[:, c].flatten().tolist()) == set(range(12))
+        assert all(len(set(row.tolist())) == 5 for row in step.syn_index[:, c])
+    assert not torch.equal(step.syn_index[0], step.syn_index[1]) and not torch.equal(
+        step.syn_index[0, 0], step.syn_index[0, 1]
+    )
+
+
+def test_the_papers_settings_are_the_defaults():
+    for ipc in (1, 10, 50):
+        method = make_method("m3d", Task("cifar10", (3, 32, 32), 10, ipc), {})[0]
+        m = method.matching
+        assert (m.steps, m.pool.every, m.batch_real, m.batch_syn_max) == (10_000, 5, 128, 200)
+        assert m.player == Descent(lr=float(ipc), momentum=0.5) and str(m.augment) == "color+crop+cutout"
+        assert method.tiles == Tiles(2) and isinstance(m.objective.kernel, Gaussian) and not m.standardised
+        assert m.objective.kernel.multiples == (0.25, 0.5, 1.0, 2.0, 4.0) and isinstance(method.init, RandomReal)
+    shapes = {(3, 224, 224): (3, 10.0), (1, 28, 28): (2, 10.0), (1, 8, 8): (1, 10 / 64)}
+    for shape, (factor, lr) in shapes.items():
+        method = make_method("m3d", Task("x", shape, 10, 10), {})[0]
+        assert method.tiles == Tiles(factor) and method.matching.player.lr == lr
+    kernels = {"linear": 5.2e-2, "polynomial": 6.5e-5}
+    for name, lr in kernels.items():
+        player = make_method("m3d", Task("cifar10", (3, 32, 32), 10, 10), {"kernel": name})[0].matching.player
+        assert player.lr == pytest.approx(lr)
+
+
+def test_dms_published_settings_are_its_defaults():
+    for mirror, augment in ((True, "color|crop|cutout|flip|scale|rotate"), (False, "color|crop|cutout|scale|rotate")):
+        method = make_method("dm", Task("x", (3, 32, 32), 10, 10, mirror), {})[0]
+        m = method.matching
+        assert (m.steps, m.pool.every, m.batch_real, m.standardised) == (20_000, 1, 256, True)
+        assert str(m.augment) == augment and m.player == Descent(lr=1.0, momentum=0.5) and method.tiles == Tiles(1)
+
+
+def test_equal_images_do_not_move():
+    """One image per class: start and target are the same, so there is nothing to gain and nothing happens."""
+    from conftest import make_dataset
+
+    data = make_dataset(per_class=1)
+    start = RandomReal()(data, 1, 0, CPU)
+    outcome = run(data, ipc=1, factor=1, steps=20, lr=0.01)
+    assert (outcome.pixels - start).abs().mean() < 0.01 and max(outcome.losses) < 1
+
+
+def test_global_switches_are_put_back():
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.backends.cudnn.benchmark,
+        torch.backends.cudnn.allow_tf32,
+    )
+    for deterministic in (True, False):
+        with Runtime.choose("cpu", "fp32", deterministic).active():
+            assert torch.are_deterministic_algorithms_enabled() is deterministic
+            assert torch.backends.cudnn.benchmark is not deterministic and not torch.backends.cudnn.allow_tf32
+    after = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.backends.cudnn.benchmark,
+        torch.backends.cudnn.allow_tf32,
+    )
+    assert before == after
+
+
+def test_a_checkpoint_of_another_run_is_named(tiny, tmp_path):
+    folder = RunFolder(tmp_path)
+    run(tiny, ipc=1, steps=3, watch=Watch(folder=folder, checkpoint_seconds=-1.0))
+    with pytest.raises(M3DError, match="the checkpoint is of another run"):
+        run(tiny, ipc=2, steps=3, watch=Watch(folder=folder))
 
 
 def test_the_encoder_changes_every_ipm_steps(tiny):

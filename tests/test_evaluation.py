@@ -4,11 +4,12 @@ import json
 import signal
 
 import pytest
+import torch
 
 import m3d
-from m3d.errors import M3DError
+from m3d.errors import Interrupted, M3DError
 from m3d.evaluation import Protocol, evaluate, evaluate_whole, make_protocol
-from m3d.runtime import Interrupted, Runtime
+from m3d.runtime import Runtime
 from m3d.store import RunFolder
 from m3d.train import Recipe
 
@@ -31,6 +32,14 @@ def test_the_headline_is_the_last_epoch(tiny, condensed):
     assert record["n"] == 3 and record["sd"] == pytest.approx(result.sd, abs=1e-3) and record["method"] == "random"
     assert {"commit", "command", "torch", "device", "when", "seconds", "peak_memory"} <= set(record)
     assert f"{result.mean:.2f}" in str(result) and "n=3" in str(result)
+
+
+def test_best_is_each_networks_best_of_the_checks(tiny, condensed, monkeypatch):
+    """Accuracies that rise and fall: the last stands for itself, the best is taken network by network."""
+    measured = iter(torch.tensor([[10.0, 50.0], [40.0, 20.0], [30.0, 60.0], [20.0, 30.0]], dtype=torch.float64))
+    monkeypatch.setattr("m3d.train.Trainer.accuracy", lambda self, test: next(measured))
+    result = evaluate(condensed, tiny, net=NET, protocol=make_protocol("paper", epochs=4), repeats=2, runtime=CPU)
+    assert result.last == [20.0, 30.0] and result.best == [40.0, 60.0] and result.checks == {1: 30, 2: 30, 3: 45, 4: 25}
 
 
 def test_it_learns_easy_data_and_a_seed_repeats_it(tiny, condensed):

@@ -6,7 +6,7 @@ from torch.nn import functional
 
 from m3d.augment import Augment
 from m3d.engine import Watch, _Step, condense
-from m3d.errors import M3DError
+from m3d.errors import Interrupted, M3DError
 from m3d.methods import Task, make_method
 from m3d.methods.dc import loops
 from m3d.nets import FlatNet, make_net
@@ -14,7 +14,7 @@ from m3d.objectives import CosineRows, PowerDistance
 from m3d.pools import TrainedOnReal, TrainedOnSynthetic, World
 from m3d.probes import Gradient
 from m3d.rng import Purpose
-from m3d.runtime import Interrupted, Runtime
+from m3d.runtime import Runtime
 from m3d.store import RunFolder
 from m3d.synth import Synthetic, Tiles
 from m3d.train import Recipe

@@ -81,3 +81,14 @@ def test_a_shuffled_card_is_equally_likely_everywhere():
     place = (cards == 0).int().argmax(1)
     counts = torch.bincount(place, minlength=size).double()
     assert ((counts - decks / size) ** 2 / (decks / size)).sum() < 27.9
+
+
+def test_neighbouring_cards_are_shuffled_apart():
+    """How often cards 0 and 1 stay neighbours: 2/size of all decks for a fair shuffle."""
+    size, decks = 20, 4000
+    position = torch.arange(size * decks).view(1, 1, -1)
+    cards = rng.shuffled(0, Purpose.REAL, position, torch.tensor([0]), torch.tensor([size])).view(decks, size)
+    place = cards.argsort(1)
+    for a, b in ((0, 1), (6, 7), (3, 11)):
+        together = ((place[:, a] - place[:, b]).abs() == 1).float().mean()
+        assert abs(float(together) - 2 / size) < 0.02

@@ -64,6 +64,7 @@ def condense(
     dataset = data if isinstance(data, Dataset) else load_data(data, **dict(load_options or {}))
     request["data"] = dict(dataset.recipe)
     run = _prepare(request, dataset)
+    request |= {"device": str(run.runtime.device), "precision": run.runtime.precision}  # a resumed run keeps both
     folder = RunFolder(out) if out is not None else None
     if folder is not None:
         machine = run.runtime.describe()
@@ -151,12 +152,21 @@ def _prepare(request: Mapping[str, Any], data: Dataset) -> _Prepared:
     ipc = request["ipc"]
     if isinstance(ipc, bool) or not isinstance(ipc, int) or ipc < 1:
         raise M3DError(f"ipc={ipc} is not valid; allowed: 1 and more images per class")
+    if data.classes < 2:
+        raise M3DError(f"{data.name} has one class; allowed: two and more")
+    if not request["checkpoint_seconds"] > 0:
+        raise M3DError(f"checkpoint_seconds={request['checkpoint_seconds']} is not valid; allowed: a positive number")
+    if request["eval_every"] < 0:
+        raise M3DError(f"eval_every={request['eval_every']} is not valid; allowed: 0 (never) and more")
     if request["eval_every"] and data.val is None:
         raise M3DError("eval_every needs held-out data: give a val_fraction between 0 and 1 (--val-fraction 0.1)")
     runtime = Runtime.choose(request["device"], request["precision"], request["deterministic"], request["step_mode"])
     task = Task(data.name, data.shape, data.classes, ipc, data.mirror)
     method, options = make_method(request["method"], task, dict(request["options"]))
+    method.tiles.require(data.shape)
     method.init.require(data, ipc * method.tiles.cells)
+    if request["eval_every"] > method.steps:
+        raise M3DError(f"eval_every={request['eval_every']} is more than the {method.steps} steps of the run")
     make_net(request["net"], data.shape, data.classes)
     return _Prepared(request, data, method, options, runtime)
 
@@ -179,12 +189,19 @@ def evaluate(
 
 
 def load_source(
-    condensed: CondensedSet, data: str | Path | None = None, data_root: str | Path | None = None
+    condensed: CondensedSet,
+    data: str | Path | None = None,
+    data_root: str | Path | None = None,
+    size: int | None = None,
 ) -> Dataset:
-    """The dataset a set was made from, or the one named instead."""
+    """The dataset a set was made from (and it must be unchanged), or the one named instead."""
     if data is not None:
-        return load_data(data, data_root=data_root)
-    recipe = condensed.manifest["data"].get("recipe")
+        return load_data(data, data_root=data_root, size=size)
+    source = condensed.manifest["data"]
+    recipe = source.get("recipe")
     if not isinstance(recipe, dict) or "source" not in recipe:
         raise M3DError("the set's manifest does not say where its data came from; name the dataset (--data)")
-    return load_data(**{**recipe, **({"data_root": data_root} if data_root else {})})
+    dataset = load_data(**{**recipe, **({"data_root": data_root} if data_root else {})})
+    if dataset.train.fingerprint != source.get("fingerprint"):
+        raise M3DError(f"{dataset.name} has changed since the set was made from it; name the data to test on (--data)")
+    return dataset

@@ -8,11 +8,12 @@ import sys
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from m3d.errors import M3DError, unknown
+from m3d.errors import Interrupted, M3DError, unknown
 from m3d.terminal import board, epoch_bar, progress_bar
 from m3d.version import __version__
 
@@ -78,6 +79,7 @@ def _common(
     )
 )
 def condense(
+    context: typer.Context,
     data: Annotated[
         str | None, typer.Argument(help="Dataset name, image folder or .npz; see 'm3d list datasets'.")
     ] = None,
@@ -117,8 +119,7 @@ def condense(
 ) -> None:
     """Condense DATA to a few synthetic images per class."""
     if resume is not None:
-        if data is not None:
-            raise M3DError(f"--resume continues {str(resume)!r} with its own settings; give no dataset beside it")
+        _refuse_others(context, "--resume", {"resume", "as_json", "tensorboard"})
         _condense(lambda api, report: api.resume(resume, report=report), resume, as_json, tensorboard)
         return
     if data is None:
@@ -127,12 +128,16 @@ def condense(
         )
     common = {"steps": steps, "lr": lr, "factor": factor, "kernel": kernel, "objective": objective, "ipm": ipm}
     common["batch_real"] = batch_real
-    options = {k: v for k, v in common.items() if v is not None} | _assignments(set_ or [])
+    options = {k: v for k, v in common.items() if v is not None}
+    for key, value in _assignments(set_ or []).items():
+        if key in options:
+            raise M3DError(f"{key} is given twice: as an option and as --set {key}={value}")
+        options[key] = value
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # must stand before CUDA starts
-    name = Path(data).stem if "/" in data or "." in data else data
+    name = Path(data).stem if data.endswith(".npz") else Path(data).name
     folder = out or Path("runs") / f"{name}-{method}-ipc{ipc}-seed{seed}"
-    load_options = {"data_root": data_root, "size": size, "val_fraction": val_fraction, "split_seed": seed}
+    load_options = {"data_root": data_root, "size": size, "val_fraction": val_fraction}
     _condense(
         lambda api, report: api.condense(
             data,
@@ -162,13 +167,12 @@ def _condense(
     call: Callable[[Any, Callable[[Progress], None] | None], Any], folder: Path, as_json: bool, tensorboard: bool
 ) -> None:
     from m3d import api
-    from m3d.runtime import Interrupted
 
     try:
         with progress_bar(quiet=as_json) as report, board(folder, tensorboard, report) as watched:
             condensed = call(api, watched)
     except Interrupted as stop:
-        typer.echo(f"m3d: {stop}; continue with: m3d condense --resume {folder}", err=True)
+        typer.echo(f"m3d: {stop}; continue with: m3d condense --resume {quote(str(folder))}", err=True)
         raise typer.Exit(130) from None
     manifest = condensed.manifest
     if as_json:
@@ -178,7 +182,7 @@ def _condense(
         f"{manifest['method']}: {len(condensed.class_names)} classes × {manifest['ipc']} images, "
         f"{manifest['steps']} steps in {manifest.get('seconds', 0):.1f} s → {folder}"
     )
-    typer.echo(f"next: m3d show {folder}    m3d evaluate {folder}")
+    typer.echo(f"next: m3d show {quote(str(folder))}    m3d evaluate {quote(str(folder))}")
 
 
 @app.command(
@@ -209,32 +213,42 @@ def evaluate(
     size: Size = None,
     device: Device = "auto",
     precision: Precision = "auto",
+    deterministic: Annotated[bool, typer.Option(help="Bit-reproducible on CUDA too (the CPU always is).")] = False,
     as_json: Json = False,
 ) -> None:
     """Train fresh networks on a condensed set and test them on real images."""
     if (run is None) == (full is None):
         raise M3DError("give a run folder, or --full DATASET; one of them")
+    for option, value, allowed, rule in (
+        ("--data", data, full is None, "it tests a condensed set on other data, and --full has none"),
+        ("--out", out, full is not None, "a run's results go to its own folder"),
+        ("--size", size, full is not None or data is not None, "a run's data keep the size they were made with"),
+    ):
+        if value is not None and not allowed:
+            raise M3DError(f"{option} {value}: {rule}")
     from m3d.api import load_source
     from m3d.data import load_data
     from m3d.evaluation import evaluate as evaluate_set
     from m3d.evaluation import evaluate_whole, make_protocol
     from m3d.nets import make_net
-    from m3d.runtime import Interrupted, Runtime
+    from m3d.runtime import Runtime
     from m3d.store import CondensedSet, RunFolder
 
     rules = make_protocol(protocol or ("whole" if full else "paper"), epochs=epochs, batch=batch)
-    runtime = Runtime.choose(device, precision)
+    runtime = Runtime.choose(device, precision, deterministic)
     condensed = None if run is None else CondensedSet.load(run)
     dataset = (
         load_data(str(full), data_root=data_root, size=size)
         if condensed is None
-        else load_source(condensed, data, data_root)
+        else load_source(condensed, data, data_root, size)
     )
     names = [name.strip() for name in nets.split(",")] if nets else [net]
     for name in names:
         make_net(name, dataset.shape, dataset.classes)  # a wrong name is said before the first is trained
     home = out if condensed is None else run
     folder = RunFolder(home) if home is not None and (condensed is None or home.is_dir()) else None
+    if folder is not None:
+        folder.require_writable()
     common: dict[str, Any] = {"protocol": rules, "repeats": repeats, "seed": seed, "split": split}
     common |= {"runtime": runtime, "folder": folder}
     records = []
@@ -252,16 +266,17 @@ def evaluate(
             typer.echo(f"m3d: {stop}{again}", err=True)
             raise typer.Exit(130) from None
         records.append(result.as_record())
-        if folder is not None:
-            folder.add_result(records[-1])
         if not as_json:
             _print_result(records[-1], str(result))
+        if folder is not None:  # after it was printed: whatever happens to the file, the number is not lost
+            folder.add_result(records[-1])
     if as_json:
         typer.echo(json.dumps(records if nets else records[0]))
 
 
 def _print_result(record: dict[str, Any], headline: str) -> None:
-    rules, data = record["protocol"]["name"], record["data"]["name"]
+    rules = f"{record['protocol']['name']}, {record['protocol']['epochs']} epochs"
+    data = f"{record['data']['name']} ({record['data']['split']})"
     typer.echo(f"{record['method']} on {data}, {record['net']}, protocol {rules}: {headline}")
     best = f"{record['best_of_checks']:.2f} ± {record['best_sd']:.2f} %"
     typer.echo(f"best of epochs {', '.join(record['checks'])}: {best}; {record['seconds']:.1f} s on {record['device']}")
@@ -301,7 +316,7 @@ def show(
 def export(
     run: Annotated[Path, typer.Argument(help="Run folder or condensed.safetensors.")],
     to: Annotated[str, typer.Option(help="imagefolder, npz or pt.")],
-    out: Annotated[Path | None, typer.Option(help="Where to; default RUN/export.FORMAT.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Where to; default RUN/imagefolder or RUN/condensed.FORMAT.")] = None,
 ) -> None:
     """Write the images a network trains on in a format other tools read."""
     from m3d.export import export as write
@@ -399,10 +414,21 @@ def main(arguments: list[str] | None = None) -> None:
         _fail(str(error), 2)
     except _ClickException as error:
         _fail(error.format_message() + _given(error, arguments or sys.argv[1:]) + _usage_hint(error), 2)
+    except Interrupted as stop:
+        _fail(str(stop), 130)
     except (typer.Abort, KeyboardInterrupt):
         _fail("interrupted", 130)
     else:
         sys.exit(code if isinstance(code, int) else 0)
+
+
+def _refuse_others(context: typer.Context, option: str, beside: set[str]) -> None:
+    """``option`` stands alone: any other that was typed, except those ``beside`` it, is a mistake."""
+    for name in context.params:
+        source = context.get_parameter_source(name)
+        if name not in beside and source is not None and source.name == "COMMANDLINE":
+            shown = name.rstrip("_").replace("_", "-")
+            raise M3DError(f"{option} continues a run with its own settings; {shown} cannot be given beside it")
 
 
 def _given(error: Any, arguments: list[str]) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,13 +19,13 @@ from torch import Tensor, nn
 from m3d import rng
 from m3d.augment import UNIFORMS, Augment
 from m3d.data.classes import Dataset
-from m3d.errors import M3DError
+from m3d.errors import Interrupted, M3DError
 from m3d.nets.flat import FlatNet
 from m3d.objectives.base import Objective
 from m3d.players import Player
 from m3d.pools import Pool, World
 from m3d.probes import Forward, Probe
-from m3d.runtime import Interrupted, Repeated, Runtime, pick, stop_politely
+from m3d.runtime import Repeated, Runtime, pick, stop_politely
 from m3d.select import Init
 from m3d.store import RunFolder
 from m3d.synth import Synthetic, Tiles
@@ -36,6 +35,7 @@ log = logging.getLogger(__name__)
 BLOCK = 64  # steps whose draws are made together, and whose losses wait together on the device
 _REPORT_SECONDS = 0.5
 _CPU_MAPS = 2**26  # bytes
+_SATURATED = 0.97  # share of pixels at the ends of their range that no image has by itself
 
 
 @dataclass(frozen=True)
@@ -225,6 +225,7 @@ class _Run:
         self.judged: list[tuple[int, float]] = []
         self.best: tuple[Tensor, int, float] | None = None
         self._earlier_seconds = 0.0
+        self.saturated_at_first = self._saturated()
         self._load()
         self._start = began  # choosing the first images counts
         self._last_save = self._last_report = time.perf_counter()
@@ -237,13 +238,13 @@ class _Run:
     def finish(self) -> Outcome:
         self.state.refill(self.step)
         self.state.pool.restore(self.step)
+        self._judge_if_due()  # a stop during the last judgement left it to be made again
         with stop_politely() as stopping:
             while self.step < self.matching.steps:
                 self._one_step()
                 if self._flush_due():
                     self._flush()
-                if self.watch.judge_every and self.step % self.watch.judge_every == 0:
-                    self._judge()
+                self._judge_if_due()
                 if stopping.is_set():
                     self._flush()
                     self._save()
@@ -263,12 +264,14 @@ class _Run:
             try:
                 self.advance()
                 break
-            except torch.OutOfMemoryError as error:
+            except RuntimeError as error:  # torch.OutOfMemoryError is one; the CPU has only its message
+                if not isinstance(error, torch.OutOfMemoryError) and "not enough memory" not in str(error):
+                    raise
                 self._take_fewer_classes(error)
         self.state.pool.age(self.step)
         self.step += 1
 
-    def _take_fewer_classes(self, error: torch.OutOfMemoryError) -> None:
+    def _take_fewer_classes(self, error: RuntimeError) -> None:
         """Half as many classes at a time. Memory runs out before anything moved, so the step is simply tried again."""
         if self.state.chunk == 1 or self.state.together:
             raise M3DError(
@@ -294,6 +297,7 @@ class _Run:
         block = self.state.losses[first : first + new].cpu()  # [new, C]; the only place that waits for the device
         self._check(block)
         self.losses += block.mean(1).tolist()
+        self._check_pixels()
         now = time.perf_counter()
         if self.watch.report is not None:
             rate = (self.step - self._last_step) / max(now - self._last_report, 1e-9)
@@ -311,8 +315,8 @@ class _Run:
                 f"step {first + step}: the loss of class {names[c]!r} is {block[step, c].item()}; "
                 f"try a smaller --lr or --precision fp32"
             )
-        start = sum(self.losses[:BLOCK]) / len(self.losses[:BLOCK]) if self.losses else math.inf
-        recent = block.mean().item()
+        start = self.losses[0] if self.losses else block[0].mean().item()
+        recent = block[-8:].mean().item()
         if recent > self.matching.diverged_at * max(start, 1e-12):
             worst = int(block.mean(0).argmax())
             raise M3DError(
@@ -320,15 +324,36 @@ class _Run:
                 f"{names[worst]!r}; the run diverges, try a smaller --lr"
             )
 
+    def _check_pixels(self) -> None:
+        """A bounded loss cannot show divergence; images that are all black and white do."""
+        share = self._saturated()
+        if share > _SATURATED > self.saturated_at_first:
+            raise M3DError(
+                f"step {self.step}: {share:.0%} of the pixels are pushed to black or white; the run diverges, "
+                f"try a smaller --lr"
+            )
+
+    def _saturated(self) -> float:
+        """The share of pixels at the ends of their range."""
+        pixels = self.state.synthetic.pixels().detach()
+        return float(((pixels <= 1e-6) | (pixels >= 1 - 1e-6)).float().mean())
+
     def _pixels(self) -> Tensor:
         """A copy on the CPU: what is judged or returned must not change with the next step."""
         return self.state.synthetic.pixels().detach().to("cpu", copy=True).clamp_(0, 1)
 
-    def _judge(self) -> None:
-        if self.watch.judge is None:
+    def _judge_if_due(self) -> None:
+        every, judge = self.watch.judge_every, self.watch.judge
+        done = bool(self.judged) and self.judged[-1][0] == self.step
+        if judge is None or not every or self.step == 0 or self.step % every or done:
             return
         pixels = self._pixels()
-        accuracy = self.watch.judge(pixels, self.step)
+        try:
+            accuracy = judge(pixels, self.step)
+        except Interrupted:  # the evaluation was asked to stop, and with it the run
+            self._flush()
+            self._save()
+            raise Interrupted(self.step) from None
         self.judged.append((self.step, accuracy))
         if self.best is None or accuracy > self.best[2]:
             self.best = (pixels, self.step, accuracy)
@@ -361,4 +386,9 @@ class _Run:
             self.best = (tensors.pop("best"), step, accuracy)
         self.judged = [(int(s), float(a)) for s, a in state["judged"]]
         self.step, self._earlier_seconds = int(state["step"]), float(state["seconds"])
-        self.state.load_state_dict(tensors)
+        try:
+            self.state.load_state_dict(tensors)
+        except RuntimeError as error:
+            raise M3DError(
+                f"{str(self.watch.folder and self.watch.folder.path)!r}: the checkpoint is of another run: {error}"
+            ) from error

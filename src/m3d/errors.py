@@ -10,9 +10,17 @@ class M3DError(ValueError):
     """A problem the user can mend. The command line prints it in one line and exits with code 2."""
 
 
+class Interrupted(Exception):
+    """Work was asked to stop; its checkpoint is written."""
+
+    def __init__(self, done: int, unit: str = "steps"):
+        super().__init__(f"stopped after {done} {unit}")
+        self.done = done
+
+
 def unknown(kind: str, name: str, allowed: Iterable[str]) -> M3DError:
     """The error for a name that is not one of ``allowed``: suggests the nearest, then lists them all."""
     names = sorted(allowed)
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     hint = f" Did you mean {near[0]!r}?" if near else ""
-    return M3DError(f"unknown {kind} {name!r}.{hint} Allowed: {', '.join(names)}.")
+    return M3DError(f"unknown {kind} {name!r}.{hint} Allowed: {', '.join(names) or 'none at all'}.")

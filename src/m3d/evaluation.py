@@ -20,12 +20,12 @@ import torch
 
 from m3d.augment import Augment
 from m3d.data.classes import ClassData, Dataset
-from m3d.errors import M3DError
+from m3d.errors import Interrupted, M3DError
 from m3d.files import read_checked, write_checked
 from m3d.nets import make_net
 from m3d.nets.flat import FlatNet
 from m3d.registry import Registry
-from m3d.runtime import Interrupted, Runtime, stop_politely
+from m3d.runtime import Runtime, stop_politely
 from m3d.store import CondensedSet, RunFolder
 from m3d.train import Images, Recipe, Trainer
 

@@ -40,8 +40,11 @@ def export(condensed: CondensedSet, target: str, path: str | Path) -> Path:
 def _image_folder(condensed: CondensedSet, images: Tensor, labels: Tensor, destination: Path) -> None:
     """``class/0000.png``, 8 bits a channel, and the manifest beside them; the folder appears whole or not at all."""
     names = _folder_names(condensed.class_names)
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    workplace = Path(tempfile.mkdtemp(dir=destination.parent, prefix=f".{destination.name}."))
+    try:
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        workplace = Path(tempfile.mkdtemp(dir=destination.parent, prefix=f".{destination.name}."))
+    except OSError as error:
+        raise M3DError(f"cannot write {str(destination)!r}: {error.strerror or error}") from error
     try:
         counts = dict.fromkeys(names, 0)
         pixels = (images * 255).round().to(torch.uint8).permute(0, 2, 3, 1).numpy()

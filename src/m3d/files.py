@@ -48,7 +48,10 @@ def write_json(path: Path, value: Any) -> None:
 
 def append_line(path: Path, value: Any) -> None:
     """Add one JSON record to a file of lines."""
-    before = path.read_bytes() if path.exists() else b""
+    try:
+        before = path.read_bytes() if path.exists() else b""
+    except OSError as error:
+        raise M3DError(f"cannot read {str(path)!r}: {error.strerror or error}") from error
     write_bytes(path, before + (json.dumps(value) + "\n").encode())
 
 

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from m3d.errors import M3DError
 from m3d.registry import Registry, parse_spec
 
+_LEAST_SPREAD = 1e-4  # of a point's mean square; bandwidths of real features are about as large as that itself
+
 KERNELS: Registry[Kernel] = Registry("kernel")
 
 
@@ -214,7 +216,9 @@ def mean_squared_distance(z: Tensor) -> Tensor:
     n = z.shape[-2]
     centred = z - z.mean(-2, keepdim=True)
     total = 2 * n * centred.square().sum((-2, -1))
-    return (total / (n * n - n)).clamp(min=torch.finfo(z.dtype).tiny)
+    # Points that are all the same have only rounding between them: it must not become the unit of distance.
+    floor = _LEAST_SPREAD * z.square().sum(-1).mean(-1) + torch.finfo(z.dtype).tiny
+    return torch.maximum(total / (n * n - n), floor)
 
 
 @KERNELS.register("gaussian")

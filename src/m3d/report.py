@@ -27,13 +27,15 @@ def rows_of(runs: Sequence[str | Path]) -> list[dict[str, Any]]:
         if not results:
             raise M3DError(f"{str(folder.path)!r} has no result yet; make one with: m3d evaluate {folder.path}")
         for record in results:
+            if not isinstance(record, dict) or not {"method", "accuracy", "protocol", "data"} <= set(record):
+                raise M3DError(f"{str(folder / RunFolder.RESULTS)!r} holds a line that is no result record")
             rows.append(
                 {
                     "run": folder.path.name,
                     "method": record["method"],
                     "data": record["data"]["name"],
                     "ipc": record["ipc"],
-                    "protocol": record["protocol"]["name"],
+                    "protocol": _rules(record),
                     "net": record["net"],
                     "last": (record["accuracy"], record["sd"]),
                     "best": (record["best_of_checks"], record["best_sd"]),
@@ -44,6 +46,12 @@ def rows_of(runs: Sequence[str | Path]) -> list[dict[str, Any]]:
                 }
             )
     return rows
+
+
+def _rules(record: dict[str, Any]) -> str:
+    """The protocol with what makes results incomparable: its epochs, and the split if it is not the test data."""
+    split = record["data"]["split"]
+    return f"{record['protocol']['name']}/{record['protocol']['epochs']}" + ("" if split == "test" else f" on {split}")
 
 
 def table(rows: Sequence[dict[str, Any]], form: str = "text") -> str:
@@ -96,6 +104,6 @@ def bar_chart(rows: Sequence[dict[str, Any]]) -> Figure:
     axes.set_yticks(places, [f"{r['method']}, IPC {r['ipc']}, {r['net']}, {r['protocol']}" for r in rows], fontsize=8)
     axes.invert_yaxis()
     axes.set_xlim(0, min(108, max(m + d for m, d in zip(means, deviations, strict=True)) * 1.12 + 2))
-    axes.set_xlabel("test accuracy after the last epoch, %")
+    axes.set_xlabel("accuracy after the last epoch, %")
     axes.spines[["top", "right"]].set_visible(False)
     return figure

@@ -165,14 +165,6 @@ def pick(buffer: Tensor, slot: Tensor) -> Tensor:
     return buffer.index_select(0, slot)[0]
 
 
-class Interrupted(Exception):
-    """Work was asked to stop; its checkpoint is written."""
-
-    def __init__(self, done: int, unit: str = "steps"):
-        super().__init__(f"stopped after {done} {unit}")
-        self.done = done
-
-
 @contextmanager
 def stop_politely() -> Iterator[threading.Event]:
     """Turn the first Ctrl-C or SIGTERM into a request to stop after the current step; a second one is immediate."""

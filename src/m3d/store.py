@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -157,11 +158,24 @@ class RunFolder:
                     f"{str(self.path)!r} already holds a run; continue it with --resume {self.path}, "
                     f"choose another --out, or pass --overwrite"
                 )
-            for name in (self.CONDENSED, self.BEST, self.CHECKPOINT, self.PREVIOUS, self.HISTORY, self.RESULTS):
-                (self / name).unlink(missing_ok=True)
+            self._clear()
         elif self.path.exists() and not self.path.is_dir():
             raise M3DError(f"{str(self.path)!r} is a file; --out must name a folder")
         write_json(self / self.RUN, dict(request))
+
+    def _clear(self) -> None:
+        """Remove all that an earlier run left here, its pictures and exports too: they would not show the new set."""
+        known = (self.CONDENSED, self.BEST, self.CHECKPOINT, self.PREVIOUS, self.HISTORY, self.RESULTS)
+        made = ("images.png", "loss.png", "condensed.npz", "condensed.pt")
+        for path in (*(self / name for name in (*known, *made)), *self.path.glob("evaluation-*.safetensors")):
+            path.unlink(missing_ok=True)
+        shutil.rmtree(self / "imagefolder", ignore_errors=True)
+
+    def require_writable(self) -> None:
+        """Raise, before long work, if nothing could be kept here afterwards."""
+        probe = self / ".writable"
+        write_bytes(probe, b"")
+        probe.unlink(missing_ok=True)
 
     def request(self) -> dict[str, Any]:
         """What was asked of the run."""
@@ -198,7 +212,12 @@ class RunFolder:
 
     def results(self) -> list[dict[str, Any]]:
         file = self / self.RESULTS
-        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        if not file.exists():
+            return []
+        try:
+            return [json.loads(line) for line in file.read_text().splitlines()]
+        except (OSError, ValueError) as error:
+            raise M3DError(f"{str(file)!r} is damaged: {error}") from error
 
 
 def _manifest(metadata: Mapping[str, str], file: Path) -> dict[str, Any]:

@@ -30,6 +30,12 @@ class Tiles:
         """Decoded images per stored one."""
         return self.factor**2
 
+    def require(self, shape: tuple[int, int, int]) -> None:
+        """Refuse images too small for this factor: every cell must hold some of the image, not padding alone."""
+        for side in shape[1:]:
+            if -(-side // self.factor) * (self.factor - 1) >= side:
+                raise M3DError(f"factor={self.factor} leaves cells without a pixel in images of {shape[1]}×{shape[2]}")
+
     def decode(self, stored: Tensor) -> Tensor:
         """[..., n, ch, h, w] stored → [..., n·l², ch, h, w] as seen by a network."""
         if self.factor == 1:

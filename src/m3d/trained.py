@@ -19,6 +19,7 @@ from torch import Tensor
 from m3d import rng
 from m3d.augment import Augment
 from m3d.data.classes import Dataset
+from m3d.errors import M3DError
 from m3d.files import read_checked, write_checked
 from m3d.nets import make_net
 from m3d.nets.flat import FlatNet
@@ -76,7 +77,10 @@ def trained_networks(data: Dataset, spec: str, recipe: Recipe, repeats: int, see
         trainer.run(recipe.epochs)
         accuracy = trainer.accuracy(images)
     final = trainer.flat.detach()
-    write_checked(path, {"final": final}, {**asked, "training_accuracy": accuracy.tolist()})
+    try:
+        write_checked(path, {"final": final}, {**asked, "training_accuracy": accuracy.tolist()})
+    except M3DError as error:  # a cache that cannot be written costs time, not the run
+        log.warning("the trained networks are not kept: %s", error)
     return Trained(net, initial, final)
 
 

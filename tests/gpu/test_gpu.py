@@ -7,9 +7,10 @@ from conftest import make_dataset
 from m3d import rng
 from m3d.augment import Augment
 from m3d.engine import Watch, condense
+from m3d.errors import Interrupted
 from m3d.methods import Task, make_method
 from m3d.nets import FlatNet, make_net
-from m3d.runtime import Interrupted, Runtime
+from m3d.runtime import Runtime
 from m3d.store import RunFolder
 from m3d.train import Images, Recipe, Trainer
 
