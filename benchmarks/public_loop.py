@@ -125,7 +125,7 @@ class PublicCondenser:
     def __call__(self) -> float:
         self.images.data.clamp_(0, 1)
         if self.iteration % 5 == 0:
-            self.encoder = make_network(self.classes)[:2].to(self.images.device)  # type: ignore[index]
+            self.encoder = make_network(self.classes)[:2].to(self.images.device)
         total = 0.0
         for c, sampler in enumerate(self.samplers):
             real = sampler.next()

@@ -24,6 +24,14 @@ def short(name: str) -> dict[str, object]:
     return {k: v for k, v in wanted.items() if k in known}
 
 
+def first_step(name: str, data: m3d.Dataset) -> _Step:
+    method, _ = make_method(name, Task("tiny", data.shape, 3, 2), short(name))
+    pixels = method.tiles.encode(method.init(data, 2 * method.tiles.cells, 0, CPU))
+    step = _Step(method, data, FlatNet(make_net(NET, data.shape, 3)), pixels, 0, CPU)
+    step.refill(0)
+    return step
+
+
 def test_the_sweep_is_complete():
     assert {"m3d", "dm", "random", "herding", "k-center", "dc", "dsa", "idc", "idc-i"} <= set(NAMES)
     assert len(NAMES) == 9  # raise this with every method added: a sweep that shrinks is a failure
@@ -65,10 +73,7 @@ def test_the_record_is_frozen_and_its_options_are_checked(name, tiny):
 
 @pytest.mark.parametrize("name", [n for n in NAMES if METHODS.get(n).options().get("steps")])
 def test_compiled_equals_eager_without_breaks_or_recompilation(name, tiny):
-    method, _ = make_method(name, Task("tiny", tiny.shape, 3, 2), short(name))
-    pixels = method.tiles.encode(method.init(tiny, 2 * method.tiles.cells, 0, CPU))
-    step = _Step(method, tiny, FlatNet(make_net(NET, tiny.shape, 3)), pixels, 0, CPU)
-    step.refill(0)
+    step = first_step(name, tiny)
     compiled = torch.compile(step.loss, backend="aot_eager", fullgraph=True, dynamic=False)
     for k in range(2):
         step.pool.draw(k)
@@ -83,10 +88,7 @@ def test_compiled_equals_eager_without_breaks_or_recompilation(name, tiny):
 
 @pytest.mark.parametrize("name", [n for n in NAMES if METHODS.get(n).options().get("steps")])
 def test_a_class_moves_only_its_own_images(name, tiny):
-    method, _ = make_method(name, Task("tiny", tiny.shape, 3, 2), short(name))
-    pixels = method.tiles.encode(method.init(tiny, 2 * method.tiles.cells, 0, CPU))
-    step = _Step(method, tiny, FlatNet(make_net(NET, tiny.shape, 3)), pixels, 0, CPU)
-    step.refill(0)
+    step = first_step(name, tiny)
     step.pool.draw(0)
     loss = step.loss(step.lanes, step.real_index[0], step.syn_index[0], step.uniforms[0])
     (gradient,) = torch.autograd.grad(loss[1], step.synthetic.latent)

@@ -217,15 +217,7 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Train fresh networks on a condensed set and test them on real images."""
-    if (run is None) == (full is None):
-        raise M3DError("give a run folder, or --full DATASET; one of them")
-    for option, value, allowed, rule in (
-        ("--data", data, full is None, "it tests a condensed set on other data, and --full has none"),
-        ("--out", out, full is not None, "a run's results go to its own folder"),
-        ("--size", size, full is not None or data is not None, "a run's data keep the size they were made with"),
-    ):
-        if value is not None and not allowed:
-            raise M3DError(f"{option} {value}: {rule}")
+    _check_evaluate(run, full, data, out, size)
     from m3d.api import load_source
     from m3d.data import load_data
     from m3d.evaluation import evaluate as evaluate_set
@@ -272,6 +264,19 @@ def evaluate(
             folder.add_result(records[-1])
     if as_json:
         typer.echo(json.dumps(records if nets else records[0]))
+
+
+def _check_evaluate(run: Path | None, full: str | None, data: str | None, out: Path | None, size: int | None) -> None:
+    """Refuse what would be ignored."""
+    if (run is None) == (full is None):
+        raise M3DError("give a run folder, or --full DATASET; one of them")
+    for option, value, allowed, rule in (
+        ("--data", data, full is None, "it tests a condensed set on other data, and --full has none"),
+        ("--out", out, full is not None, "a run's results go to its own folder"),
+        ("--size", size, full is not None or data is not None, "a run's data keep the size they were made with"),
+    ):
+        if value is not None and not allowed:
+            raise M3DError(f"{option} {value}: {rule}")
 
 
 def _print_result(record: dict[str, Any], headline: str) -> None:

@@ -74,12 +74,9 @@ def dsa(
     *,
     steps: int | None = None,
     lr: float = 0.1,
-    momentum: float = 0.5,
-    factor: int = 1,
     outer: int | None = None,
     inner: int | None = None,
     batch_real: int = 256,
-    batch_syn_max: int = 200,
     augment: str | None = None,
     init: str = "real",
 ) -> Method:
@@ -87,16 +84,4 @@ def dsa(
     if augment is None:
         full = Augment(one_of=("color", "crop", "cutout", "flip", "scale", "rotate"))
         augment = str(full if task.mirror else full.without("flip"))
-    return dc(
-        task,
-        steps=steps,
-        lr=lr,
-        momentum=momentum,
-        factor=factor,
-        outer=outer,
-        inner=inner,
-        batch_real=batch_real,
-        batch_syn_max=batch_syn_max,
-        augment=augment,
-        init=init,
-    )
+    return dc(task, steps=steps, lr=lr, outer=outer, inner=inner, batch_real=batch_real, augment=augment, init=init)
