@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -59,7 +60,8 @@ def mosaic_figure(images: Tensor, names: Sequence[str], title: str) -> Figure:
             top, left = r * (h + gap), c * (w + gap)
             canvas[top : top + h, left : left + w] = pixels[r, c].permute(1, 2, 0).numpy()
     cell = 0.55  # inches
-    figure = Figure(figsize=(max(columns * cell, 2.5) + 1.2, rows * cell + 0.5))
+    width = max(columns * cell, 2.5)
+    figure = Figure(figsize=(width + 1.2, rows * cell + 0.5))
     axes = figure.add_subplot()
     axes.imshow(canvas, interpolation="nearest", vmin=0, vmax=1)
     axes.set_yticks([r * (h + gap) + h / 2 - 0.5 for r in range(rows)], names, fontsize=9)
@@ -67,7 +69,7 @@ def mosaic_figure(images: Tensor, names: Sequence[str], title: str) -> Figure:
     axes.tick_params(length=0)
     for spine in axes.spines.values():
         spine.set_visible(False)
-    axes.set_title(title, fontsize=9, loc="left")
+    axes.set_title(textwrap.fill(title, int(width * 14)), fontsize=9, loc="left")  # about 14 letters to an inch
     return figure
 
 
