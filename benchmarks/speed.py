@@ -23,11 +23,11 @@ import torch
 from public_loop import PublicCondenser, make_network, public_epoch
 
 from m3d.data import ClassData, Dataset
-from m3d.engine import BLOCK, _Step
 from m3d.evaluation import make_protocol
 from m3d.methods import Task, make_method
 from m3d.nets import FlatNet, make_net
 from m3d.runtime import Repeated, Runtime
+from m3d.step import BLOCK, Step
 from m3d.train import Images, Trainer
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
@@ -63,7 +63,7 @@ def our_step(data: Dataset, ipc: int, runtime: Runtime, chunk: int | None = None
     assert method.matching is not None
     net = FlatNet(make_net("convnet3", data.shape, data.classes), runtime.device)
     pixels = method.tiles.encode(method.init(data, ipc * method.tiles.cells, 0, runtime))
-    step = _Step(method, data, net, pixels, 0, runtime)
+    step = Step(method, data, net, pixels, 0, runtime)
     step.chunk = chunk or step.chunk
     advance, counter = Repeated(step.advance, runtime), iter(range(10**9))
 

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 import m3d
-from m3d.engine import Method, _Step
+from m3d.method import Method
 from m3d.methods import METHODS, Task, make_method
 from m3d.nets import FlatNet, make_net
 from m3d.runtime import Runtime
+from m3d.step import Step
 
 CPU = Runtime.choose("cpu")
 NET = "convnet2:width=8"
@@ -24,10 +25,10 @@ def short(name: str) -> dict[str, object]:
     return {k: v for k, v in wanted.items() if k in known}
 
 
-def first_step(name: str, data: m3d.Dataset) -> _Step:
+def first_step(name: str, data: m3d.Dataset) -> Step:
     method, _ = make_method(name, Task("tiny", data.shape, 3, 2), short(name))
     pixels = method.tiles.encode(method.init(data, 2 * method.tiles.cells, 0, CPU))
-    step = _Step(method, data, FlatNet(make_net(NET, data.shape, 3)), pixels, 0, CPU)
+    step = Step(method, data, FlatNet(make_net(NET, data.shape, 3)), pixels, 0, CPU)
     step.refill(0)
     return step
 

@@ -13,9 +13,10 @@ import torch
 
 import m3d
 from m3d.data import ClassData, Dataset
-from m3d.engine import BLOCK, Matching, Method, Watch, _Step, condense
+from m3d.engine import Watch, condense
 from m3d.errors import Interrupted, M3DError
 from m3d.kernels import Gaussian, Linear
+from m3d.method import Matching, Method
 from m3d.methods import Task, make_method
 from m3d.nets import FlatNet, make_net
 from m3d.objectives import MMD, Objective
@@ -23,6 +24,7 @@ from m3d.players import Descent
 from m3d.pools import Fresh, World
 from m3d.runtime import Runtime
 from m3d.select import RandomReal
+from m3d.step import BLOCK, Step
 from m3d.store import RunFolder
 from m3d.synth import Tiles
 from m3d.types import Batch, Seen
@@ -60,7 +62,7 @@ def test_class_batched_step_equals_a_class_by_class_loop(tiny, factor):
     method = method_of(tiny, 2, factor=factor)
     net = FlatNet(make_net(NET, tiny.shape, 3))
     pixels = method.tiles.encode(method.init(tiny, 2 * factor**2, 0, CPU))
-    step = _Step(method, tiny, net, pixels, 0, CPU)
+    step = Step(method, tiny, net, pixels, 0, CPU)
     step.refill(0)
     step.pool.draw(0)
     loss = step.loss(step.lanes, step.real_index[0], step.syn_index[0], step.uniforms[0])
@@ -93,7 +95,7 @@ def test_chunks_of_classes_are_exact(tiny, chunk):
     net = FlatNet(make_net(NET, tiny.shape, 3))
     results = []
     for size in (3, chunk):
-        step = _Step(method, tiny, net, method.tiles.encode(method.init(tiny, 8, 0, CPU)), 0, CPU)
+        step = Step(method, tiny, net, method.tiles.encode(method.init(tiny, 8, 0, CPU)), 0, CPU)
         step.chunk = size
         step.refill(0)
         step.pool.draw(0)
@@ -161,7 +163,7 @@ def test_which_synthetic_images_enter_is_drawn_anew(tiny):
     """With room for 5 of 12, every decoded image enters now and then, and steps differ."""
     method = method_of(tiny, 3, batch_syn_max=5)
     net = FlatNet(make_net(NET, tiny.shape, 3))
-    step = _Step(method, tiny, net, method.tiles.encode(method.init(tiny, 12, 0, CPU)), 0, CPU)
+    step = Step(method, tiny, net, method.tiles.encode(method.init(tiny, 12, 0, CPU)), 0, CPU)
     step.refill(0)
     assert step.syn_index.shape == (BLOCK, 3, 5)
     for c in range(3):
@@ -327,7 +329,7 @@ def test_killed_run_resumes_bit_identically(tiny_file, tmp_path):
 
 def test_classes_are_halved_when_memory_runs_out(tiny, monkeypatch, caplog):
     """At most one class fits: the run shrinks its chunks, and its result is that of chunks of one."""
-    whole, loss, tried = run(tiny), _Step.loss, []
+    whole, loss, tried = run(tiny), Step.loss, []
 
     def hungry(self, classes, *draws):
         tried.append(len(classes))
@@ -335,7 +337,7 @@ def test_classes_are_halved_when_memory_runs_out(tiny, monkeypatch, caplog):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return loss(self, classes, *draws)
 
-    monkeypatch.setattr(_Step, "loss", hungry)
+    monkeypatch.setattr(Step, "loss", hungry)
     result = run(tiny)
     assert tried[:3] == [3, 2, 1] and set(tried[2:]) == {1} and "not enough memory" in caplog.text
     torch.testing.assert_close(result.pixels, whole.pixels, atol=1e-5, rtol=1e-4)
@@ -343,7 +345,7 @@ def test_classes_are_halved_when_memory_runs_out(tiny, monkeypatch, caplog):
     def starving(self, classes, *draws):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(_Step, "loss", starving)
+    monkeypatch.setattr(Step, "loss", starving)
     with pytest.raises(M3DError, match="step 0 does not fit into memory with 1 class"):
         run(tiny)
 
@@ -438,7 +440,7 @@ def test_compiled_step_equals_eager_in_one_graph(tiny):
     """One graph without breaks; losses and gradients equal to 1e-5; a second set of draws does not recompile."""
     method = method_of(tiny, 3, batch_syn_max=5)
     net = FlatNet(make_net(NET, tiny.shape, 3))
-    step = _Step(method, tiny, net, method.tiles.encode(method.init(tiny, 12, 0, CPU)), 0, CPU)
+    step = Step(method, tiny, net, method.tiles.encode(method.init(tiny, 12, 0, CPU)), 0, CPU)
     step.refill(0)
     compiled = torch.compile(step.loss, backend="aot_eager", fullgraph=True, dynamic=False)
     for k in range(3):

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional
 
 from m3d.augment import Augment
-from m3d.engine import Watch, _Step, condense
+from m3d.engine import Watch, condense
 from m3d.errors import Interrupted, M3DError
 from m3d.methods import Task, make_method
 from m3d.methods.dc import loops
@@ -15,6 +15,7 @@ from m3d.pools import TrainedOnReal, TrainedOnSynthetic, World
 from m3d.probes import Gradient
 from m3d.rng import Purpose
 from m3d.runtime import Runtime
+from m3d.step import Step
 from m3d.store import RunFolder
 from m3d.synth import Synthetic, Tiles
 from m3d.train import Recipe
@@ -191,7 +192,7 @@ def test_published_loops_and_settings(tiny):
     assert dc.steps == dsa.steps == 10_000 and dc.matching.augment == Augment()
     assert str(dsa.matching.augment) == "color|crop|cutout|flip|scale|rotate" == str(dsa.matching.pool.augment)
     assert (dc.matching.player.lr, dc.matching.player.momentum, dc.matching.batch_real) == (0.1, 0.5, 256)
-    step = _Step(
+    step = Step(
         make_method("dc", Task("tiny", tiny.shape, 3, 1), {"steps": 1})[0],
         tiny,
         FlatNet(make_net(NET, tiny.shape, 3)),

@@ -14,8 +14,8 @@ from m3d.version import __version__
 if TYPE_CHECKING:
     from m3d.api import condense, evaluate, resume
     from m3d.data import ClassData, Dataset, load_data
-    from m3d.engine import Matching, Method
     from m3d.evaluation import Protocol, Result
+    from m3d.method import Matching, Method
     from m3d.store import CondensedDataset, CondensedSet
 
 _HOME = {
@@ -25,8 +25,8 @@ _HOME = {
     "ClassData": "m3d.data",
     "Dataset": "m3d.data",
     "load_data": "m3d.data",
-    "Matching": "m3d.engine",
-    "Method": "m3d.engine",
+    "Matching": "m3d.method",
+    "Method": "m3d.method",
     "Protocol": "m3d.evaluation",
     "Result": "m3d.evaluation",
     "CondensedDataset": "m3d.store",

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from m3d.data import Dataset, load_data
-from m3d.engine import Method, Outcome, Progress, Watch
+from m3d.engine import Outcome, Progress, Watch
 from m3d.engine import condense as run_engine
 from m3d.errors import M3DError
 from m3d.evaluation import evaluate as evaluate_set
+from m3d.method import Method
 from m3d.methods import Task, make_method
 from m3d.nets import make_net
 from m3d.nets.flat import FlatNet

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from m3d.engine import Method
+from m3d.method import Method
 from m3d.registry import Registry
 
 METHODS: Registry[Method] = Registry("method", package="m3d.methods")

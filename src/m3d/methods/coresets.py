@@ -7,7 +7,7 @@ Herding takes the point *nearest* to what is missing to the class mean; some pub
 
 from __future__ import annotations
 
-from m3d.engine import Method
+from m3d.method import Method
 from m3d.methods import METHODS, Task
 from m3d.select import ByFeatures, Features, RandomReal, herding, k_center
 from m3d.synth import Tiles

@@ -14,7 +14,7 @@ Departures: images are clamped to [0, 1] after each step so that they can be sto
 from __future__ import annotations
 
 from m3d.augment import Augment
-from m3d.engine import Matching, Method
+from m3d.method import Matching, Method
 from m3d.methods import METHODS, Task
 from m3d.objectives import CosineRows
 from m3d.players import Descent

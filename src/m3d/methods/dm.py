@@ -18,9 +18,9 @@ from __future__ import annotations
 from typing import Literal
 
 from m3d.augment import Augment
-from m3d.engine import Matching, Method
 from m3d.errors import M3DError
 from m3d.kernels import Gaussian, Linear
+from m3d.method import Matching, Method
 from m3d.methods import METHODS, Task
 from m3d.objectives import MMD, Moment, Objective
 from m3d.players import Descent

@@ -12,7 +12,7 @@ batches.
 from __future__ import annotations
 
 from m3d.augment import Augment
-from m3d.engine import Matching, Method
+from m3d.method import Matching, Method
 from m3d.methods import METHODS, Task
 from m3d.objectives import PowerDistance
 from m3d.players import Descent

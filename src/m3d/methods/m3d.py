@@ -14,9 +14,9 @@ Where this departs from the text, and why:
 from __future__ import annotations
 
 from m3d.augment import Augment
-from m3d.engine import Matching, Method
 from m3d.errors import M3DError
 from m3d.kernels import make_kernel
+from m3d.method import Matching, Method
 from m3d.methods import METHODS, Task
 from m3d.objectives.features import MMD
 from m3d.players import Descent

@@ -1,0 +1,49 @@
+"""What a condensation method is: a frozen record of independent choices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from m3d.augment import Augment
+from m3d.errors import M3DError
+from m3d.objectives.base import Objective
+from m3d.players import Player
+from m3d.pools import Pool
+from m3d.probes import Forward, Probe
+from m3d.select import Init
+from m3d.synth import Tiles
+
+
+@dataclass(frozen=True)
+class Matching:
+    """How synthetic images are moved towards real ones."""
+
+    steps: int
+    pool: Pool  # through which networks
+    objective: Objective[Any]  # how readings are compared
+    player: Player  # how the images move
+    probe: Probe[Any] = field(default_factory=Forward)  # what is read, of the kind the objective compares
+    augment: Augment = field(default_factory=Augment)  # one draw per class and step, the same for both sides
+    batch_real: int = 128  # real images per class and step
+    batch_syn_max: int = 200  # decoded synthetic images per class and step, at most
+    standardised: bool = False  # whether the player moves standardised pixels instead of plain ones
+    diverged_at: float = 20.0  # stop when the loss exceeds its first value this many times
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_real", "batch_syn_max"):
+            if getattr(self, name) < 1:
+                raise M3DError(f"{name}={getattr(self, name)} is not valid; allowed: 1 and more")
+
+
+@dataclass(frozen=True)
+class Method:
+    """A condensation method: where images start, how they are stored, and how they are moved (coresets: not at all)."""
+
+    init: Init
+    tiles: Tiles = field(default_factory=lambda: Tiles(1))
+    matching: Matching | None = None
+
+    @property
+    def steps(self) -> int:
+        return self.matching.steps if self.matching else 0

@@ -1,0 +1,114 @@
+"""One step of a run: a pure function of tensors at fixed addresses.
+
+Randomness is drawn for a block of steps at a time into fixed buffers, as a function of (seed, step, class), so that
+CUDA can replay the step from a recorded graph while the host only counts.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from m3d import rng
+from m3d.augment import UNIFORMS
+from m3d.data.classes import Dataset
+from m3d.method import Method
+from m3d.nets.flat import FlatNet
+from m3d.pools import World
+from m3d.runtime import Runtime, pick
+from m3d.synth import Synthetic
+from m3d.types import Batch
+
+BLOCK = 64  # steps whose draws are made together, and whose losses wait together on the device
+_CPU_MAPS = 2**26  # bytes
+
+
+class Step(nn.Module):
+    """The tensors of a run and one step over them."""
+
+    def __init__(self, method: Method, data: Dataset, net: FlatNet, pixels: Tensor, seed: int, runtime: Runtime):
+        super().__init__()
+        assert method.matching is not None
+        matching = method.matching
+        self.matching, self.data, self.net, self.seed, self.runtime = matching, data, net, seed, runtime
+        device, classes = data.train.device, data.classes
+        mean, std = torch.tensor(data.mean, device=device), torch.tensor(data.std, device=device)
+        self.synthetic = Synthetic(pixels, method.tiles, mean, std, matching.standardised)
+        self.objective = copy.deepcopy(matching.objective).to(device)  # the record itself is never changed
+        self.pool = matching.pool.start(World(net, data, self.synthetic, seed, runtime))
+        self.player = matching.player.start(self.synthetic.latent)
+        decoded = pixels.shape[1] * method.tiles.cells
+        self.subset = min(matching.batch_syn_max, decoded)
+        self.decoded = decoded
+        self.lanes = torch.arange(classes, device=device)
+        # Draws of a block of steps, and the losses it leaves; ``slot`` says which step of the block is next.
+        self.slot = torch.zeros(1, dtype=torch.long, device=device)
+        self.real_index = torch.zeros(BLOCK, classes, matching.batch_real, dtype=torch.long, device=device)
+        self.syn_index = torch.zeros(BLOCK, classes, self.subset, dtype=torch.long, device=device)
+        self.uniforms = torch.zeros(BLOCK, classes, UNIFORMS, device=device)
+        self.losses = torch.zeros(BLOCK, classes, device=device)
+        self.together = self.objective.across_classes or net.mixes_images  # whether classes must go through at once
+        self.chunk = classes if self.together else _classes_at_once(data, matching.batch_real)
+        loss = torch.compile(self.loss, dynamic=False) if runtime.compiles(matching.steps) else self.loss
+        self._loss: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = loss
+
+    @torch.no_grad()
+    def refill(self, step: int) -> None:
+        """Draw everything the block that ``step`` lies in needs, and point at ``step``."""
+        first = step - step % BLOCK
+        steps = torch.arange(first, first + BLOCK, device=self.lanes.device)
+        self.real_index.copy_(self.data.train.deck(self.seed, steps, self.matching.batch_real))
+        self.uniforms.copy_(rng.uniform(self.seed, rng.Purpose.AUGMENT, steps, self.lanes, UNIFORMS))
+        if self.subset < self.decoded:
+            order = rng.permutation(self.seed, rng.Purpose.SYNTHETIC, steps, self.lanes, self.decoded)
+            self.syn_index.copy_(order[..., : self.subset])
+        self.slot.fill_(step - first)
+
+    def loss(self, classes: Tensor, real_index: Tensor, syn_index: Tensor, uniforms: Tensor) -> Tensor:
+        """[c]: the losses of ``classes`` [c], a pure function of their draws, the encoder and the latent pixels."""
+        matching, flat = self.matching, self.pool.parameters_flat
+        parameters = matching.augment.parameters(uniforms, self.data.shape[1:])
+        with torch.no_grad():
+            real = self.synthetic.normalise(self.data.train.take(real_index, classes))
+            goal = matching.probe(
+                self.net, flat, _batch(matching.augment.apply(real, parameters), classes), self.runtime.dtype
+            )
+        images = self.synthetic(classes)
+        if self.subset < self.decoded:
+            images = images[torch.arange(len(classes), device=classes.device)[:, None], syn_index]
+        seen = matching.probe(
+            self.net, flat, _batch(matching.augment.apply(images, parameters), classes), self.runtime.dtype
+        )
+        value: Tensor = self.objective(goal, seen)
+        return value
+
+    def advance(self) -> None:
+        """One step: loss, gradient, move, clamp. Nothing here waits for the host.
+
+        Classes go through in chunks that fit; their gradients do not overlap, so the sum over chunks is exact.
+        """
+        draws = [self.lanes, *(pick(buffer, self.slot) for buffer in (self.real_index, self.syn_index, self.uniforms))]
+        losses, gradients = [], []
+        for part in zip(*(torch.split(d, self.chunk) for d in draws), strict=True):
+            losses.append(self._loss(*part))
+            gradients.append(torch.autograd.grad(losses[-1].sum(), self.synthetic.latent)[0])
+        loss, gradient = torch.cat(losses), gradients[0] if len(gradients) == 1 else torch.stack(gradients).sum(0)
+        self.player.step(gradient)
+        self.synthetic.project_()
+        self.losses.index_copy_(0, self.slot, loss.detach()[None])
+        self.slot.add_(1)
+
+
+def _batch(images: Tensor, classes: Tensor) -> Batch:
+    return Batch(images, classes[:, None].expand(images.shape[:2]))
+
+
+def _classes_at_once(data: Dataset, batch_real: int) -> int:
+    """All classes on a GPU; on a CPU as many as keep a layer's maps (of 128 channels) near its caches."""
+    if data.train.device.type != "cpu":
+        return data.classes
+    maps = batch_real * data.shape[1] * data.shape[2] * 128 * 4
+    return min(data.classes, max(1, _CPU_MAPS // maps))
