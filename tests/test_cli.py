@@ -73,7 +73,7 @@ def test_several_networks_in_one_call(capsys, finished):
     assert [r["net"] for r in RunFolder(finished).results()] == ["convnet1", "convnet2"]
     code, out, _ = run(capsys, "evaluate", finished, *fast, "convnet2")
     assert code == 0 and "convnet2" in out
-    assert "unknown network 'convnet'" not in fails(capsys, "evaluate", finished, *fast, "convnet1,convnot")
+    assert "unknown network 'convnot'" in fails(capsys, "evaluate", finished, *fast, "convnet1,convnot")
     assert len(RunFolder(finished).results()) == 3  # nothing was trained for the wrong name
 
 

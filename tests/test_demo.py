@@ -1,10 +1,25 @@
 """The demonstration's promise: one image per class of digits, M3D at least 75 % and 12 points above random."""
 
-from m3d.demo import run_demo
+import json
+
+import pytest
+
+from m3d.cli import main
 
 
-def test_the_demo_keeps_its_promise(tmp_path):
-    summary = run_demo(tmp_path / "demo", repeats=5, report=None)
+def test_the_demo_keeps_its_promise(tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["demo", "--out", str(tmp_path / "demo"), "--json"])
+    summary = json.loads(capsys.readouterr().out)
     random, condensed = (row["accuracy"] for row in summary["rows"])
-    assert condensed >= 75 and condensed - random >= 12
+    assert stop.value.code in (0, None) and condensed >= 75 and condensed - random >= 12
+    assert summary["picture"] == str(tmp_path / "demo" / "digits.png")
     assert (tmp_path / "demo" / "digits.png").stat().st_size > 2000
+
+
+def test_the_demo_prints_a_table(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("m3d.demo.OPTIONS", {"steps": 2, "batch_real": 4})
+    with pytest.raises(SystemExit):
+        main(["demo", "--out", str(tmp_path / "demo"), "--repeats", "1"])
+    out = capsys.readouterr().out
+    assert "test accuracy" in out and "random selection" in out and "mean ± sd of 1 networks" in out

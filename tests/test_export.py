@@ -25,11 +25,19 @@ def test_image_folder(condensed, tmp_path):
     pixels = np.asarray(Image.open(path / "3" / "0001.png"))
     assert pixels.shape == (8, 8) and np.abs(pixels / 255 - condensed.decoded()[0][7, 0].numpy()).max() < 1 / 255
     assert json.loads((path / "manifest.json").read_text())["ipc"] == 2
-    again = m3d.load_data  # the folder layout is the one load_data reads below train/
-    assert callable(again)
     with pytest.raises(M3DError, match="exists; choose another"):
         export(condensed, "imagefolder", path)
     assert not list(tmp_path.glob(".out*"))
+
+
+def test_an_exported_folder_is_a_dataset_again(condensed, tmp_path):
+    for split in ("train", "test"):
+        export(condensed, "imagefolder", tmp_path / split)
+    again = m3d.load_data(tmp_path)
+    images, labels = condensed.decoded()
+    assert list(again.class_names) == condensed.class_names and again.shape == (1, 8, 8)
+    assert torch.equal(again.train.labels(), labels)
+    assert ((again.train.images.float() / 255 - images).abs() <= 0.5 / 255 + 1e-6).all()
 
 
 def test_class_names_become_safe_folder_names(condensed, tmp_path):

@@ -14,6 +14,7 @@ from m3d.data import Dataset, load_data
 from m3d.engine import Outcome, Progress, Watch
 from m3d.engine import condense as run_engine
 from m3d.errors import M3DError
+from m3d.evaluation import Result
 from m3d.evaluation import evaluate as evaluate_set
 from m3d.method import Method
 from m3d.methods import Task, make_method
@@ -179,7 +180,7 @@ def evaluate(
     device: str = "auto",
     precision: str = "auto",
     **options: Any,
-) -> Any:
+) -> Result:
     """Train fresh networks on a condensed set and test them on real images; see :func:`m3d.evaluation.evaluate`.
 
     Without ``data`` the dataset is loaded as the set's manifest says.

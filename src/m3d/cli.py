@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from m3d.arguments import assignments, check_evaluate, refuse_others, refused_value, usage_hint
 from m3d.errors import Interrupted, M3DError, unknown
 from m3d.terminal import board, epoch_bar, progress_bar
 from m3d.version import __version__
@@ -119,7 +118,7 @@ def condense(
 ) -> None:
     """Condense DATA to a few synthetic images per class."""
     if resume is not None:
-        _refuse_others(context, "--resume", {"resume", "as_json", "tensorboard"})
+        refuse_others(context, "--resume", {"resume", "as_json", "tensorboard"})
         _condense(lambda api, report: api.resume(resume, report=report), resume, as_json, tensorboard)
         return
     if data is None:
@@ -129,12 +128,10 @@ def condense(
     common = {"steps": steps, "lr": lr, "factor": factor, "kernel": kernel, "objective": objective, "ipm": ipm}
     common["batch_real"] = batch_real
     options = {k: v for k, v in common.items() if v is not None}
-    for key, value in _assignments(set_ or []).items():
+    for key, value in assignments(set_ or []).items():
         if key in options:
             raise M3DError(f"{key} is given twice: as an option and as --set {key}={value}")
         options[key] = value
-    if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # must stand before CUDA starts
     name = Path(data).stem if data.endswith(".npz") else Path(data).name
     folder = out or Path("runs") / f"{name}-{method}-ipc{ipc}-seed{seed}"
     load_options = {"data_root": data_root, "size": size, "val_fraction": val_fraction}
@@ -217,7 +214,7 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Train fresh networks on a condensed set and test them on real images."""
-    _check_evaluate(run, full, data, out, size)
+    check_evaluate(run, full, data, out, size)
     from m3d.api import load_source
     from m3d.data import load_data
     from m3d.evaluation import evaluate as evaluate_set
@@ -264,19 +261,6 @@ def evaluate(
             folder.add_result(records[-1])
     if as_json:
         typer.echo(json.dumps(records if nets else records[0]))
-
-
-def _check_evaluate(run: Path | None, full: str | None, data: str | None, out: Path | None, size: int | None) -> None:
-    """Refuse what would be ignored."""
-    if (run is None) == (full is None):
-        raise M3DError("give a run folder, or --full DATASET; one of them")
-    for option, value, allowed, rule in (
-        ("--data", data, full is None, "it tests a condensed set on other data, and --full has none"),
-        ("--out", out, full is not None, "a run's results go to its own folder"),
-        ("--size", size, full is not None or data is not None, "a run's data keep the size they were made with"),
-    ):
-        if value is not None and not allowed:
-            raise M3DError(f"{option} {value}: {rule}")
 
 
 def _print_result(record: dict[str, Any], headline: str) -> None:
@@ -401,16 +385,6 @@ def demo(
     typer.echo(f"\nmean ± sd of {repeats} networks, last epoch. Picture: {summary['picture']}")
 
 
-def _assignments(texts: list[str]) -> dict[str, str]:
-    values = {}
-    for text in texts:
-        name, equals, value = text.partition("=")
-        if not equals or not name.strip():
-            raise M3DError(f"--set {text!r}: expected name=value")
-        values[name.strip().replace("-", "_")] = value.strip()
-    return values
-
-
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line: one-line errors, exit code 2, no traceback."""
     try:
@@ -418,36 +392,13 @@ def main(arguments: list[str] | None = None) -> None:
     except M3DError as error:
         _fail(str(error), 2)
     except _ClickException as error:
-        _fail(error.format_message() + _given(error, arguments or sys.argv[1:]) + _usage_hint(error), 2)
+        _fail(error.format_message() + refused_value(error, arguments or sys.argv[1:]) + usage_hint(error), 2)
     except Interrupted as stop:
         _fail(str(stop), 130)
     except (typer.Abort, KeyboardInterrupt):
         _fail("interrupted", 130)
     else:
         sys.exit(code if isinstance(code, int) else 0)
-
-
-def _refuse_others(context: typer.Context, option: str, beside: set[str]) -> None:
-    """``option`` stands alone: any other that was typed, except those ``beside`` it, is a mistake."""
-    for name in context.params:
-        source = context.get_parameter_source(name)
-        if name not in beside and source is not None and source.name == "COMMANDLINE":
-            shown = name.rstrip("_").replace("_", "-")
-            raise M3DError(f"{option} continues a run with its own settings; {shown} cannot be given beside it")
-
-
-def _given(error: Any, arguments: list[str]) -> str:
-    """The value that was refused, where the message itself does not name it."""
-    options = getattr(getattr(error, "param", None), "opts", [])
-    for option, value in pairwise(arguments):
-        if option in options and value not in error.format_message():
-            return f", got {value!r}"
-    return ""
-
-
-def _usage_hint(error: Any) -> str:
-    context = getattr(error, "ctx", None)
-    return f" (see '{context.command_path} --help')" if context is not None else ""
 
 
 def _fail(message: str, code: int) -> None:

@@ -16,14 +16,15 @@ from m3d.pictures import mosaic_figure, save_figure
 
 # 8×8 images leave nothing for a third block to see, and half the paper's width is enough for them.
 NET = "convnet2:width=64"
-# found on a held-out part of the training data
+# Found on a held-out part of the training data (LAB.md).
 OPTIONS: dict[str, Any] = {"steps": 300, "batch_real": 32, "augment": "none"}
 
 
 def run_demo(out: Path, repeats: int, report: Callable[[Progress], None] | None) -> dict[str, Any]:
     """Condense, select, evaluate both, draw both; returns the rows of the table and the picture's path."""
     data = load_data("digits")
-    rows, sets = [], []
+    rows: list[dict[str, Any]] = []
+    sets = []
     for label, method, options in (("random selection", "random", {}), ("M3D", "m3d", OPTIONS)):
         began = time.perf_counter()
         condensed = api.condense(data, 1, method, net=NET, out=out / method, overwrite=True, report=report, **options)

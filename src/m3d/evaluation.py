@@ -298,7 +298,10 @@ class _Saver:
         self._path = self._folder / f"evaluation-{digest}.safetensors"
         if not self._path.exists():
             return {}, 0.0
-        tensors, state = read_checked(self._path)
+        try:
+            tensors, state = read_checked(self._path)
+        except M3DError as error:
+            raise M3DError(f"{error}; delete it to begin this evaluation again") from error
         trainer.load(tensors)
         return {int(epoch): tensors[f"accuracy.{epoch}"] for epoch in state["measured"]}, float(state["seconds"])
 

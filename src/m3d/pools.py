@@ -163,17 +163,11 @@ class _TrainedPool(_FreshPool):
         if (step + 1) % self.every == 0:  # a new encoder follows
             return
         self.refresh()
-        self.trainer.load(
-            {
-                "flat": self.parameters_flat[None],
-                "velocity": self.velocity[None],
-                "epoch": torch.tensor(step * self.epochs),
-            }
-        )
+        first = step * self.epochs  # epochs are numbered by steps, so that each step draws its own orders
+        state = {"flat": self.parameters_flat[None], "velocity": self.velocity[None], "epoch": torch.tensor(first)}
+        self.trainer.load(state)
         with torch.enable_grad():
-            self.trainer.run(
-                (step + 1) * self.epochs
-            )  # epochs are numbered by steps, so that each draws its own orders
+            self.trainer.run(first + self.epochs)
         self.parameters_flat.copy_(self.trainer.flat[0])
         self.velocity.copy_(self.trainer.velocity[0])
 

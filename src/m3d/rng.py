@@ -33,8 +33,8 @@ class Purpose(IntEnum):
     TRAIN_AUGMENT = 8  # augmentation in training
     CUTMIX = 9  # CutMix boxes
     PARTNER = 10  # who is mixed with whom
-    TEACHER = 12  # initial weights of networks trained on the real data
     CLASSIFIER = 11  # initial weights of the networks trained for evaluation: never those of an encoder
+    TEACHER = 12  # initial weights of networks trained on the real data
 
 
 def philox(

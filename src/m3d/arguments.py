@@ -1,0 +1,57 @@
+"""What was typed on the command line: taken apart, and refused where it would be ignored."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from m3d.errors import M3DError
+
+
+def check_evaluate(run: Path | None, full: str | None, data: str | None, out: Path | None, size: int | None) -> None:
+    """Refuse what would be ignored."""
+    if (run is None) == (full is None):
+        raise M3DError("give a run folder, or --full DATASET; one of them")
+    for option, value, allowed, rule in (
+        ("--data", data, full is None, "it tests a condensed set on other data, and --full has none"),
+        ("--out", out, full is not None, "a run's results go to its own folder"),
+        ("--size", size, full is not None or data is not None, "a run's data keep the size they were made with"),
+    ):
+        if value is not None and not allowed:
+            raise M3DError(f"{option} {value}: {rule}")
+
+
+def assignments(texts: list[str]) -> dict[str, str]:
+    values = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or not name.strip():
+            raise M3DError(f"--set {text!r}: expected name=value")
+        values[name.strip().replace("-", "_")] = value.strip()
+    return values
+
+
+def refuse_others(context: typer.Context, option: str, beside: set[str]) -> None:
+    """``option`` stands alone: any other that was typed, except those ``beside`` it, is a mistake."""
+    for name in context.params:
+        source = context.get_parameter_source(name)
+        if name not in beside and source is not None and source.name == "COMMANDLINE":
+            shown = name.rstrip("_").replace("_", "-")
+            raise M3DError(f"{option} continues a run with its own settings; {shown} cannot be given beside it")
+
+
+def refused_value(error: Any, arguments: list[str]) -> str:
+    """The value that was refused, where the message itself does not name it."""
+    options = getattr(getattr(error, "param", None), "opts", [])
+    for option, value in pairwise(arguments):
+        if option in options and value not in error.format_message():
+            return f", got {value!r}"
+    return ""
+
+
+def usage_hint(error: Any) -> str:
+    context = getattr(error, "ctx", None)
+    return f" (see '{context.command_path} --help')" if context is not None else ""
