@@ -406,6 +406,27 @@ def test_validation_keeps_the_best_set_beside_the_last(tmp_path):
     assert best.fingerprint != condensed.fingerprint
 
 
+def test_a_step_is_judged_once_whether_or_not_the_run_stops_there(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr("m3d.engine._REPORT_SECONDS", 0.0)
+    folder, asked, judged = RunFolder(tmp_path), [], []
+
+    def judge(pixels, step):
+        judged.append(step)
+        return float(-step)
+
+    def stop(progress):
+        if progress.step == 4 and not asked:
+            asked.append(1)
+            signal.raise_signal(signal.SIGINT)  # step 4 is judged before the run stops
+
+    with pytest.raises(Interrupted):
+        run(tiny, steps=12, watch=Watch(report=stop, folder=folder, judge=judge, judge_every=4))
+    assert judged == [4]
+    outcome = run(tiny, steps=12, watch=Watch(folder=folder, judge=judge, judge_every=4))
+    assert judged == [4, 8, 12] and outcome.judged == [(4, -4.0), (8, -8.0), (12, -12.0)]
+    assert outcome.best is not None and outcome.best[1:] == (4, -4.0)  # kept through the checkpoint
+
+
 def test_too_few_images_are_named(tiny):
     with pytest.raises(M3DError, match=r"class 'class 0' has 12 training images, but 40 different ones"):
         run(tiny, ipc=10)
