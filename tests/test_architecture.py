@@ -23,11 +23,12 @@ ALLOWED = {
     "m3d.runtime": set(),
     "m3d.data": set(),
     "m3d.nets": set(),
-    "m3d.objectives": {"m3d.kernels"},
+    "m3d.objectives": {"m3d.kernels", "m3d.players"},
     "m3d.trained": {"m3d.augment", "m3d.data", "m3d.files", "m3d.nets", "m3d.runtime", "m3d.train"},
     "m3d.select": {"m3d.data", "m3d.runtime", "m3d.trained"},
     "m3d.terminal": {"m3d.engine"},
     "m3d.probes": {"m3d.nets"},
+    "m3d.guides": {"m3d.nets"},
     "m3d.pools": {"m3d.augment", "m3d.data", "m3d.nets", "m3d.runtime", "m3d.synth", "m3d.train"},
     "m3d.train": {"m3d.augment", "m3d.nets", "m3d.runtime"},
     "m3d.store": {"m3d.files", "m3d.synth"},
@@ -36,9 +37,12 @@ ALLOWED = {
     "m3d.export": {"m3d.files", "m3d.store"},
     "m3d.evaluation": {"m3d.augment", "m3d.data", "m3d.files", "m3d.nets", "m3d.runtime", "m3d.store", "m3d.train"},
     "m3d.method": {
-        "m3d.augment", "m3d.objectives", "m3d.players", "m3d.pools", "m3d.probes", "m3d.select", "m3d.synth",
+        "m3d.augment", "m3d.guides", "m3d.objectives", "m3d.players", "m3d.pools", "m3d.probes", "m3d.select",
+        "m3d.synth",
     },
-    "m3d.step": {"m3d.augment", "m3d.data", "m3d.method", "m3d.nets", "m3d.pools", "m3d.runtime", "m3d.synth"},
+    "m3d.step": {
+        "m3d.augment", "m3d.data", "m3d.method", "m3d.nets", "m3d.players", "m3d.pools", "m3d.runtime", "m3d.synth",
+    },
     "m3d.engine": {"m3d.data", "m3d.method", "m3d.nets", "m3d.runtime", "m3d.step", "m3d.store"},
 }  # fmt: skip
 USE_METHODS = {"m3d", "m3d.api", "m3d.listing", "m3d.methods"}

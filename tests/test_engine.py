@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import math
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ import m3d
 from m3d.data import ClassData, Dataset
 from m3d.engine import Watch, condense
 from m3d.errors import Interrupted, M3DError
+from m3d.guides import CrossEntropy
 from m3d.kernels import Gaussian, Linear
 from m3d.method import Matching, Method
 from m3d.methods import Task, make_method
@@ -27,7 +29,7 @@ from m3d.select import RandomReal
 from m3d.step import BLOCK, Step
 from m3d.store import RunFolder
 from m3d.synth import Tiles
-from m3d.types import Batch, Seen
+from m3d.types import Batch, Eyes, Seen
 
 CPU = Runtime.choose("cpu")
 NET = "convnet2:width=8"
@@ -143,15 +145,71 @@ def test_standardised_units_move_by_std_squared(tiny):
     torch.testing.assert_close(moved[0][inside], (moved[1] * std**2)[inside], atol=2e-7, rtol=5e-2)
 
 
+def test_a_guide_adds_its_own_loss_of_synthetic_images(tiny):
+    """weight · trust · mean cross-entropy of each class under the judge, against a plain loop."""
+    method = method_of(tiny, 2)
+    guided = dataclasses.replace(method, matching=dataclasses.replace(method.matching, guide=CrossEntropy(0.3)))
+    net = FlatNet(make_net(NET, tiny.shape, 3))
+    pixels = method.tiles.encode(method.init(tiny, 2 * method.tiles.cells, 0, CPU))
+    steps = [Step(m, tiny, net, pixels, 0, CPU) for m in (method, guided)]
+    for step in steps:
+        step.refill(0)
+        step.pool.draw(0)
+    plain, with_guide = (s.loss(s.lanes, s.real_index[0], s.syn_index[0], s.uniforms[0]) for s in steps)
+    parameters = method.matching.augment.parameters(steps[0].uniforms[0], tiny.shape[1:])
+    seen = method.matching.augment.apply(steps[0].synthetic(steps[0].lanes), parameters)
+    for c in range(3):
+        logits = net(steps[0].pool.parameters_flat[None], seen[c][None]).logits[0]
+        expected = torch.stack([-logits[k].log_softmax(0)[c] for k in range(len(logits))]).mean()
+        torch.testing.assert_close(with_guide[c] - plain[c], 0.3 * expected, atol=1e-5, rtol=1e-4)
+    batch = Batch(seen, torch.arange(3)[:, None].expand(3, seen.shape[1]))
+    flat, judge = steps[0].pool.parameters_flat, torch.zeros_like(steps[0].pool.parameters_flat)
+    doubtful = CrossEntropy(1.0)(net, Eyes(flat, trained=judge, trust=torch.tensor(0.5)), batch, torch.float32)
+    torch.testing.assert_close(doubtful, torch.full((3,), 0.5 * math.log(3)))  # a network of zeros knows nothing
+    with pytest.raises(M3DError, match=r"-1.*allowed"):
+        CrossEntropy(-1)
+
+
+class Scaled(MMD):
+    """A linear-kernel MMD with a learned scale: an objective with something of its own to learn."""
+
+    def __init__(self):
+        super().__init__(Linear())
+        self.scale = torch.nn.Parameter(torch.ones(()))
+        self.player = Descent(lr=1e-3, milestones=(2,), gamma=0.1)
+
+    def forward(self, goal, seen):
+        return self.scale * super().forward(goal, seen)
+
+
+def test_what_an_objective_learns_is_moved_by_its_own_player(tiny):
+    method = method_of(tiny, 2)
+    matching = dataclasses.replace(method.matching, objective=Scaled(), steps=4, player=Descent(1e-3))
+    step = Step(dataclasses.replace(method, matching=matching), tiny, FlatNet(make_net(NET, tiny.shape, 3)),
+                method.tiles.encode(method.init(tiny, 2 * method.tiles.cells, 0, CPU)), 0, CPU)  # fmt: skip
+    step.refill(0)
+    step.pool.draw(0)
+    values, losses = [1.0], []
+    for _ in range(4):
+        step.advance()
+        values.append(step.objective.scale.item())
+        losses.append(step.losses[len(losses)].sum().item())
+    rates = [1e-3, 1e-3, 1e-4, 1e-4]
+    for k in range(4):  # d loss / d scale = loss / scale
+        assert values[k + 1] == pytest.approx(values[k] - rates[k] * losses[k] / values[k], rel=1e-5)
+    assert matching.objective.scale.item() == 1.0  # the record itself has not moved
+    assert {"objective.scale", "_players.1.velocity", "_players.1.taken"} <= set(step.state_dict())
+
+
 def test_at_most_batch_syn_max_images_enter_a_step(tiny):
     counts = []
 
     class Spy:
-        def __call__(self, net, flat, batch: Batch, dtype):
+        def __call__(self, net, eyes, batch: Batch, dtype):
             from m3d.probes import Forward
 
             counts.append(batch.images.shape[1])
-            return Forward()(net, flat, batch, dtype)
+            return Forward()(net, eyes, batch, dtype)
 
     method = method_of(tiny, 3, batch_syn_max=5)
     method = dataclasses.replace(method, matching=dataclasses.replace(method.matching, probe=Spy()))

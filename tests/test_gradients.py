@@ -19,7 +19,7 @@ from m3d.step import Step
 from m3d.store import RunFolder
 from m3d.synth import Synthetic, Tiles
 from m3d.train import Recipe
-from m3d.types import Batch, Grads
+from m3d.types import Batch, Eyes, Grads
 
 CPU = Runtime.choose("cpu")
 NET = "convnet2:width=4"
@@ -57,7 +57,7 @@ def naive_distance(real, synthetic):
 @pytest.mark.parametrize("keep", ["matrices", "convolutions"])
 def test_gradients_of_all_classes_equal_one_class_at_a_time(keep):
     net, flat, images, labels = setting()
-    read = Gradient(keep)(net, flat, Batch(images[0], labels), torch.float64)
+    read = Gradient(keep)(net, Eyes(flat), Batch(images[0], labels), torch.float64)
     for c in range(3):
         naive = [
             g
@@ -73,9 +73,9 @@ def test_the_images_gradient_goes_through_the_gradient():
     """Distance and its derivative for the synthetic images against a naive double differentiation, float64."""
     net, flat, images, labels = setting()
     synthetic = images[1].clone().requires_grad_()
-    goal = Gradient()(net, flat, Batch(images[0], labels), torch.float64)
+    goal = Gradient()(net, Eyes(flat), Batch(images[0], labels), torch.float64)
     goal = Grads(tuple(g.detach() for g in goal.weights))
-    value = CosineRows()(goal, Gradient()(net, flat, Batch(synthetic, labels), torch.float64))
+    value = CosineRows()(goal, Gradient()(net, Eyes(flat), Batch(synthetic, labels), torch.float64))
     (mine,) = torch.autograd.grad(value.sum(), synthetic)
     assert value.shape == (3,)
     for c in range(3):
@@ -89,7 +89,7 @@ def test_the_images_gradient_goes_through_the_gradient():
 @pytest.mark.parametrize("power", [1, 2])
 def test_power_distances_against_their_definition(power):
     net, flat, images, labels = setting()
-    goal, own = (Gradient("convolutions")(net, flat, Batch(x, labels), torch.float64) for x in images)
+    goal, own = (Gradient("convolutions")(net, Eyes(flat), Batch(x, labels), torch.float64) for x in images)
     value = PowerDistance(power)(goal, own)
     for c in range(3):
         expected = sum(
@@ -103,7 +103,7 @@ def test_power_distances_against_their_definition(power):
 @pytest.mark.parametrize("objective", [CosineRows(), PowerDistance(1), PowerDistance(2)])
 def test_equal_gradients_have_no_distance(objective):
     net, flat, images, labels = setting()
-    read = Gradient()(net, flat, Batch(images[0], labels), torch.float64)
+    read = Gradient()(net, Eyes(flat), Batch(images[0], labels), torch.float64)
     torch.testing.assert_close(objective(read, read), torch.zeros(3, dtype=torch.float64), atol=1e-9, rtol=0)
 
 
@@ -200,4 +200,4 @@ def test_published_loops_and_settings(tiny):
         0,
         CPU,
     )
-    assert {"pool.parameters_flat", "synthetic.latent", "player.velocity"} <= set(step.state_dict())
+    assert {"pool.parameters_flat", "synthetic.latent", "_players.0.velocity"} <= set(step.state_dict())

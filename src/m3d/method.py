@@ -7,6 +7,7 @@ from typing import Any
 
 from m3d.augment import Augment
 from m3d.errors import M3DError
+from m3d.guides import Guide
 from m3d.objectives.base import Objective
 from m3d.players import Player
 from m3d.pools import Pool
@@ -24,6 +25,7 @@ class Matching:
     objective: Objective[Any]  # how readings are compared
     player: Player  # how the images move
     probe: Probe[Any] = field(default_factory=Forward)  # what is read, of the kind the objective compares
+    guide: Guide | None = None  # what synthetic images must satisfy beside
     augment: Augment = field(default_factory=Augment)  # one draw per class and step, the same for both sides
     batch_real: int = 128  # real images per class and step
     batch_syn_max: int = 200  # decoded synthetic images per class and step, at most

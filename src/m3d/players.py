@@ -27,10 +27,12 @@ class Player(Protocol):
 
 @dataclass(frozen=True)
 class Descent:
-    """SGD with momentum: v ← momentum·v + g, x ← x − lr·v."""
+    """SGD with momentum: v ← momentum·v + g, x ← x − lr·v; lr is multiplied by ``gamma`` at each of ``milestones``."""
 
     lr: float
     momentum: float = 0.0
+    milestones: tuple[int, ...] = ()  # steps
+    gamma: float = 0.5
 
     def __post_init__(self) -> None:
         if not 0 < self.lr < float("inf"):
@@ -44,14 +46,23 @@ class Descent:
 
 class _LiveDescent(LivePlayer):
     velocity: Tensor
+    taken: Tensor  # []: steps so far, counted on the device so that a recorded step can follow the schedule
 
     def __init__(self, record: Descent, target: Tensor):
         super().__init__()
         self.record = record
         self._target = (target,)  # in a tuple, so that it is not registered twice
         self.register_buffer("velocity", torch.zeros_like(target, requires_grad=False))
+        self.register_buffer("taken", torch.zeros((), dtype=torch.long, device=target.device))
+        self._milestones = torch.tensor(record.milestones, device=target.device)
 
     @torch.no_grad()
     def step(self, gradient: Tensor) -> None:
-        self.velocity.mul_(self.record.momentum).add_(gradient)
-        self._target[0].sub_(self.velocity, alpha=self.record.lr)
+        record, target = self.record, self._target[0]
+        self.velocity.mul_(record.momentum).add_(gradient)
+        if not record.milestones:
+            target.sub_(self.velocity, alpha=record.lr)
+            return
+        passed = (self._milestones <= self.taken).sum()
+        target.sub_(self.velocity * (record.lr * record.gamma**passed))
+        self.taken.add_(1)

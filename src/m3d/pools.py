@@ -17,6 +17,7 @@ from m3d.nets.flat import FlatNet
 from m3d.runtime import Repeated, Runtime
 from m3d.synth import Synthetic
 from m3d.train import Images, Recipe, Trainer
+from m3d.types import Eyes
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,10 @@ class LivePool(nn.Module):
     """Encoders during a run: one flat parameter vector, refilled in place. Its state_dict is checkpointed."""
 
     parameters_flat: Tensor  # [P]; static storage, so that a captured step always reads the current encoder
+
+    def eyes(self) -> Eyes:
+        """What a step looks through: tensors at fixed addresses."""
+        return Eyes(self.parameters_flat)
 
     def due(self, step: int) -> bool:
         """Whether the encoder changes before this step."""

@@ -10,15 +10,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from m3d.nets.flat import FlatNet
-from m3d.types import Batch, Grads, Reading, Seen
+from m3d.types import Batch, Eyes, Grads, Reading, Seen
 
 R_co = TypeVar("R_co", bound=Reading, covariant=True)
 
 
 class Probe(Protocol[R_co]):
-    """Reads a class-major batch through the network with parameters ``flat`` [P]."""
+    """Reads a class-major batch through ``eyes``. A probe that learns is a module and names its ``player``."""
 
-    def __call__(self, net: FlatNet, flat: Tensor, batch: Batch, dtype: torch.dtype) -> R_co: ...
+    def __call__(self, net: FlatNet, eyes: Eyes, batch: Batch, dtype: torch.dtype) -> R_co: ...
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,9 @@ class Forward:
 
     maps: bool = False
 
-    def __call__(self, net: FlatNet, flat: Tensor, batch: Batch, dtype: torch.dtype) -> Seen:
+    def __call__(self, net: FlatNet, eyes: Eyes, batch: Batch, dtype: torch.dtype) -> Seen:
         classes, n = batch.images.shape[:2]
-        seen = net(flat[None], batch.images.flatten(0, 1)[None], dtype, self.maps)
+        seen = net(eyes.flat[None], batch.images.flatten(0, 1)[None], dtype, self.maps)
 
         def by_class(x: Tensor) -> Tensor:
             return x[0].reshape(classes, n, *x.shape[2:])
@@ -48,7 +48,7 @@ class Gradient:
 
     keep: Literal["matrices", "convolutions"] = "matrices"
 
-    def __call__(self, net: FlatNet, flat: Tensor, batch: Batch, dtype: torch.dtype) -> Grads:
+    def __call__(self, net: FlatNet, eyes: Eyes, batch: Batch, dtype: torch.dtype) -> Grads:
         classes = len(batch.images)
 
         def loss(copies: Tensor) -> Tensor:  # [C, P] -> the sum of the classes' losses
@@ -57,7 +57,7 @@ class Gradient:
             ).logits  # maps: the path that can be differentiated twice
             return functional.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="sum")
 
-        gradient: Tensor = torch.func.grad(loss)(flat.expand(classes, -1)) / batch.images.shape[1]
+        gradient: Tensor = torch.func.grad(loss)(eyes.flat.expand(classes, -1)) / batch.images.shape[1]
         named = net.unflatten(gradient)
         least = 4 if self.keep == "convolutions" else 2
         kept = [g for name, g in named.items() if g.ndim - 1 >= least]

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from m3d import rng
-from m3d.augment import UNIFORMS
+from m3d.augment import UNIFORMS, Parameters
 from m3d.data.classes import Dataset
 from m3d.method import Method
 from m3d.nets.flat import FlatNet
+from m3d.players import LivePlayer, Player
 from m3d.pools import World
 from m3d.runtime import Runtime, pick
 from m3d.synth import Synthetic
-from m3d.types import Batch
+from m3d.types import Batch, Eyes, Reading
 
 BLOCK = 64  # steps whose draws are made together, and whose losses wait together on the device
 _CPU_MAPS = 2**26  # bytes
@@ -37,9 +39,15 @@ class Step(nn.Module):
         device, classes = data.train.device, data.classes
         mean, std = torch.tensor(data.mean, device=device), torch.tensor(data.std, device=device)
         self.synthetic = Synthetic(pixels, method.tiles, mean, std, matching.standardised)
-        self.objective = copy.deepcopy(matching.objective).to(device)  # the record itself is never changed
+        # The record itself is never changed: parts that may learn are copied.
+        self.objective = copy.deepcopy(matching.objective).to(device)
+        self.probe = _on(copy.deepcopy(matching.probe), device)
         self.pool = matching.pool.start(World(net, data, self.synthetic, seed, runtime))
-        self.player = matching.player.start(self.synthetic.latent)
+        self.learned: list[Tensor] = [self.synthetic.latent]
+        self.players: list[LivePlayer] = [matching.player.start(self.synthetic.latent)]
+        for part in (self.objective, self.probe):
+            self._teach(part)
+        self._players = nn.ModuleList(self.players)  # so that their state is saved
         decoded = pixels.shape[1] * method.tiles.cells
         self.subset = min(matching.batch_syn_max, decoded)
         self.decoded = decoded
@@ -55,6 +63,14 @@ class Step(nn.Module):
         loss = torch.compile(self.loss, dynamic=False) if runtime.compiles(matching.steps) else self.loss
         self._loss: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = loss
 
+    def _teach(self, part: object) -> None:
+        """Give every parameter of ``part`` the player it names."""
+        for module in part.modules() if isinstance(part, nn.Module) else ():
+            for parameter in module.parameters(recurse=False):
+                player = cast(Player, module.player)
+                self.learned.append(parameter)
+                self.players.append(player.start(parameter))
+
     @torch.no_grad()
     def refill(self, step: int) -> None:
         """Draw everything the block that ``step`` lies in needs, and point at ``step``."""
@@ -69,21 +85,25 @@ class Step(nn.Module):
 
     def loss(self, classes: Tensor, real_index: Tensor, syn_index: Tensor, uniforms: Tensor) -> Tensor:
         """[c]: the losses of ``classes`` [c], a pure function of their draws, the encoder and the latent pixels."""
-        matching, flat = self.matching, self.pool.parameters_flat
+        matching, eyes = self.matching, self.pool.eyes()
         parameters = matching.augment.parameters(uniforms, self.data.shape[1:])
-        with torch.no_grad():
-            real = self.synthetic.normalise(self.data.train.take(real_index, classes))
-            goal = matching.probe(
-                self.net, flat, _batch(matching.augment.apply(real, parameters), classes), self.runtime.dtype
-            )
+        goal = self._goal(eyes, classes, real_index, parameters) if eyes.goal is None else eyes.goal
         images = self.synthetic(classes)
         if self.subset < self.decoded:
             images = images[torch.arange(len(classes), device=classes.device)[:, None], syn_index]
-        seen = matching.probe(
-            self.net, flat, _batch(matching.augment.apply(images, parameters), classes), self.runtime.dtype
-        )
-        value: Tensor = self.objective(goal, seen)
+        batch = _batch(matching.augment.apply(images, parameters), classes)
+        value: Tensor = self.objective(goal, self.probe(self.net, eyes, batch, self.runtime.dtype))
+        if matching.guide is not None:
+            value = value + matching.guide(self.net, eyes, batch, self.runtime.dtype)
         return value
+
+    @torch.no_grad()
+    def _goal(self, eyes: Eyes, classes: Tensor, real_index: Tensor, parameters: Parameters) -> Reading:
+        """The reading of real images of ``classes``, augmented as the synthetic ones are."""
+        real = self.synthetic.normalise(self.data.train.take(real_index, classes))
+        batch = _batch(self.matching.augment.apply(real, parameters), classes)
+        reading: Reading = self.probe(self.net, eyes, batch, self.runtime.dtype)
+        return reading
 
     def advance(self) -> None:
         """One step: loss, gradient, move, clamp. Nothing here waits for the host.
@@ -94,12 +114,17 @@ class Step(nn.Module):
         losses, gradients = [], []
         for part in zip(*(torch.split(d, self.chunk) for d in draws), strict=True):
             losses.append(self._loss(*part))
-            gradients.append(torch.autograd.grad(losses[-1].sum(), self.synthetic.latent)[0])
-        loss, gradient = torch.cat(losses), gradients[0] if len(gradients) == 1 else torch.stack(gradients).sum(0)
-        self.player.step(gradient)
+            gradients.append(torch.autograd.grad(losses[-1].sum(), self.learned))
+        loss = torch.cat(losses)
+        for player, parts in zip(self.players, zip(*gradients, strict=True), strict=True):
+            player.step(parts[0] if len(parts) == 1 else torch.stack(parts).sum(0))
         self.synthetic.project_()
-        self.losses.index_copy_(0, self.slot, loss.detach()[None])
+        self.losses.index_copy_(0, self.slot, loss.detach().expand(len(self.lanes))[None])
         self.slot.add_(1)
+
+
+def _on(part: Any, device: torch.device) -> Any:
+    return part.to(device) if isinstance(part, nn.Module) else part
 
 
 def _batch(images: Tensor, classes: Tensor) -> Batch:

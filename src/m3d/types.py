@@ -32,4 +32,21 @@ class Grads(NamedTuple):
     weights: tuple[Tensor, ...]  # each [C, outputs, inputs]: one matrix per weight, a row per output
 
 
-Reading: TypeAlias = Seen | Grads
+class Segment(NamedTuple):
+    """A stretch of a network's training: its parameters before and after."""
+
+    start: Tensor  # [P]
+    end: Tensor  # [P]
+
+
+Reading: TypeAlias = Seen | Grads | Segment
+
+
+class Eyes(NamedTuple):
+    """Through what a step looks: all that a pool of networks offers to it."""
+
+    flat: Tensor  # [P]: the network that images are matched through
+    trained: Tensor | None = None  # [P]: the network that may judge synthetic images, where it is another one
+    trust: Tensor | None = None  # []: how much its judgement counts; None: fully
+    goal: Reading | None = None  # a reading recorded in advance, in place of one of real images
+    draws: tuple[Tensor, ...] = ()  # random numbers that the probe needs beside the images

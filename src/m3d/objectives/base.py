@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from m3d.errors import M3DError
+from m3d.players import Player
 from m3d.types import Reading
 
 R = TypeVar("R", bound=Reading)
@@ -19,10 +20,14 @@ class Objective(nn.Module, Generic[R]):
     ``R`` is the kind of reading compared, so a type checker refuses a gradient distance on features.
     """
 
+    player: Player | None = None  # who moves its own parameters, where it has some
     across_classes = False  # whether a class's value depends on other classes; if not, classes may go in chunks
 
     def forward(self, goal: R, seen: R) -> Tensor:
-        """[C]: how far the synthetic reading ``seen`` is from the real one ``goal``, class by class."""
+        """[C]: how far the synthetic reading ``seen`` is from the real one ``goal``, class by class.
+
+        [1] where the classes cannot be told apart.
+        """
         raise NotImplementedError(f"{type(self).__name__} must define forward(goal, seen)")
 
     def __add__(self, other: object) -> Objective[R]:
