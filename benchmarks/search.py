@@ -1,6 +1,6 @@
 """Compare variants of methods on a held-out part of the training data. The test data are never loaded into a choice.
 
-    python benchmarks/search.py cifar10 --ipc 10 --seeds 0 1 2 m3d m3d:momentum=0,lr=20
+    python benchmarks/search.py cifar10 --ipc 10 --seeds 0,1,2 m3d m3d:momentum=0,lr=20
     python benchmarks/search.py digits --ipc 1 --net convnet2:width=16 --repeats 2 --epochs 20 random m3d:steps=20
 
 A variant is a method and its options. One record per variant and seed is appended to ``--out``; those already there
@@ -21,6 +21,14 @@ from speed import RESULTS
 import m3d
 from m3d.evaluation import make_protocol
 from m3d.registry import parse_spec
+
+
+def _words(text: str) -> list[str]:
+    return text.split(",")
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(word) for word in text.split(",")]
 
 
 def known(path: Path) -> list[dict[str, Any]]:
@@ -65,12 +73,12 @@ def main() -> None:
     parser.add_argument("variants", nargs="+", help="METHOD or METHOD:option=value,option=value")
     parser.add_argument("--ipc", type=int, default=10)
     parser.add_argument("--net", default="convnet3")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--seeds", type=_numbers, default=[0], help="0,1,2")
     parser.add_argument("--val-fraction", type=float, default=0.1)
     parser.add_argument("--protocol", default="paper")
     parser.add_argument("--epochs", type=int, default=None)
     parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--eval-precision", nargs="+", default=["auto"])
+    parser.add_argument("--eval-precision", type=_words, default=["auto"], help="bf16,tf32")
     parser.add_argument("--time-limit", type=float, default=float("inf"), help="begin nothing after so many seconds")
     parser.add_argument("--out", type=Path, default=RESULTS / "search.jsonl")
     options = parser.parse_args()

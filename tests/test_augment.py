@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from m3d.augment import OPERATIONS, UNIFORMS, Augment, _sample_by_index, warp
+from m3d.augment import OPERATIONS, UNIFORMS, Augment, _sample_by_index, translate, warp
 from m3d.errors import M3DError
 
 
@@ -113,6 +113,22 @@ def test_sampling_by_index_equals_grid_sampling_forward_and_backward():
         torch.autograd.grad((out * images(groups=4, seed=5)).sum(), x, retain_graph=True)[0] for out in (mine, theirs)
     ]
     torch.testing.assert_close(*gradients, atol=1e-5, rtol=1e-4)
+
+
+def test_translation_equals_sampling_forward_and_backward():
+    """Shifts past the border and mirrors, float64, and the compiled one in one graph."""
+    images = torch.rand(5, 2, 3, 7, 6, dtype=torch.float64, requires_grad=True)
+    shift = torch.tensor([[0, 0], [2, -1], [-3, 2], [0, 5], [9, 0]], dtype=torch.float64)
+    sign = torch.tensor([1, -1, 1, -1, 1], dtype=torch.float64)
+    matrix = torch.diag_embed(torch.stack([torch.ones_like(sign), sign], dim=-1))
+    expected, weight = warp(images, matrix, shift), torch.rand_like(images)
+    (gradient,) = torch.autograd.grad((expected * weight).sum(), images)
+    assert expected[1:4].abs().sum() > 0 and expected[4].abs().sum() == 0
+    for move in (translate, torch.compile(translate, backend="aot_eager", fullgraph=True)):
+        moved = move(images, sign, shift)
+        torch.testing.assert_close(moved, expected)
+        torch.testing.assert_close(torch.autograd.grad((moved * weight).sum(), images)[0], gradient)
+    assert torch.autograd.gradcheck(lambda x: translate(x, sign, shift), images)
 
 
 def test_the_whole_is_differentiable():

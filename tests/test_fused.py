@@ -71,7 +71,7 @@ def test_which_sizes_fit():
 
 _BF16 = pytest.param(
     torch.bfloat16,
-    4e-2,
+    None,
     marks=pytest.mark.skipif(DEVICE == "cpu", reason="Triton's interpreter cannot multiply bf16 matrices"),
 )
 
@@ -79,7 +79,10 @@ _BF16 = pytest.param(
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), _BF16])
 @pytest.mark.parametrize("nets", [1, 2])
 def test_a_whole_network(nets, dtype, tolerance):
-    """Representation, logits, and gradients of images and parameters; bf16 to the eight bits it keeps."""
+    """Representation, logits, and gradients of images and parameters against the plain path in float32.
+
+    float32 to a stated tolerance; bf16 is off by no more than twice what the plain path in bf16 is.
+    """
     net = FlatNet(make_net("convnet2:width=16", (3, 8, 8), 4), DEVICE)
     flat = net.fresh(
         0, Purpose.ENCODER, torch.tensor([0], device=DEVICE), torch.arange(nets, device=DEVICE)
@@ -88,13 +91,13 @@ def test_a_whole_network(nets, dtype, tolerance):
     with Runtime.choose(DEVICE, "fp32").active():  # no TF32 on the plain side
         fast = net.net._fused(net.unflatten(flat), x, dtype)
         net.net.fused = False
-        plain = net(flat, x, torch.float32)
         gradients = []
-        for seen in (fast, plain):
+        for seen in (fast, net(flat, x, dtype), net(flat, x, torch.float32)):
             loss = (seen.features.square().sum((1, 2)) + seen.logits.square().sum((1, 2))).sum()
             gradients.append((seen.features, seen.logits, *torch.autograd.grad(loss, (x, flat))))
-    for a, b in zip(*gradients, strict=True):
-        assert (a - b).norm() <= tolerance * b.norm()
+    for fused, plain, exact in zip(*gradients, strict=True):
+        allowed = 2 * (plain - exact).norm() if tolerance is None else tolerance * exact.norm()
+        assert (fused - exact).norm() <= allowed
 
 
 def test_the_fused_ops_trace_into_one_graph():

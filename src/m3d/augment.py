@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -72,10 +72,6 @@ class Augment:
         """The same without some operations (mirroring, where it changes the class)."""
         return Augment(tuple(n for n in self.always if n not in names), tuple(n for n in self.one_of if n not in names))
 
-    @property
-    def _warps(self) -> bool:
-        return bool({"crop", "flip", "scale", "rotate"} & {*self.always, *self.one_of})
-
     def parameters(self, u: Tensor, size: tuple[int, int]) -> Parameters:
         """From uniform numbers ``u`` [G, UNIFORMS]; ``u[:, 0]`` decides which of ``one_of`` is applied."""
         chosen = (u[:, 0] * max(len(self.one_of), 1)).long()
@@ -113,8 +109,10 @@ class Augment:
         operations = {*self.always, *self.one_of}
         if "color" in operations:
             images = _color(images, p)
-        if self._warps:
+        if {"scale", "rotate"} & operations:
             images = warp(images, p.matrix, p.shift)
+        elif {"crop", "flip"} & operations:
+            images = translate(images, p.matrix[:, 1, 1], p.shift)
         if "cutout" in operations:
             images = images * _keep(p, images.shape[-2], images.shape[-1])[:, None, None]
         return images
@@ -155,6 +153,44 @@ def _keep(p: Parameters, h: int, w: int) -> Tensor:
         return (place >= 0) & (place < p.hole_side[:, axis, None])
 
     return 1 - (inside(0, h)[:, :, None] & inside(1, w)[:, None, :]).float()
+
+
+def translate(images: Tensor, sign: Tensor, shift: Tensor) -> Tensor:
+    """Whole-pixel shifts [G, 2] and mirrors (``sign`` [G] is −1) of ``images`` [G, n, ch, h, w], zeros outside.
+
+    What :func:`warp` gives, exactly, and with a gradient that is itself a translation: no sums, so deterministic.
+    """
+    moved: Tensor = _Translate.apply(images, sign, shift)  # type: ignore[no-untyped-call]
+    return moved
+
+
+class _Translate(torch.autograd.Function):
+    """out(y, x) = in(y + shift₀, ±x + shift₁), coordinates relative to the centre; the adjoint undoes it."""
+
+    @staticmethod
+    def forward(images: Tensor, sign: Tensor, shift: Tensor) -> Tensor:
+        return _moved(images, sign, shift[:, 0], shift[:, 1])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[1:])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        sign, shift = ctx.saved_tensors
+        return _moved(gradient, sign, -shift[:, 0], -sign * shift[:, 1]), None, None
+
+
+def _moved(images: Tensor, sign: Tensor, down: Tensor, right: Tensor) -> Tensor:
+    groups, n, ch, h, w = images.shape
+    centre = (w - 1) / 2
+    row = torch.arange(h, device=images.device) + down[:, None]  # [G, h]
+    column = sign[:, None] * (torch.arange(w, device=images.device) - centre) + centre + right[:, None]  # [G, w]
+    inside = ((row >= 0) & (row < h))[:, :, None] & ((column >= 0) & (column < w))[:, None, :]
+    place = (row.clamp(0, h - 1)[:, :, None] * w + column.clamp(0, w - 1)[:, None, :]).long().flatten(1)  # [G, h·w]
+    flat = images.reshape(groups, n * ch, h * w)
+    moved = flat.gather(2, place[:, None].expand(flat.shape)).view(images.shape)
+    return moved * inside[:, None, None]
 
 
 def warp(images: Tensor, matrix: Tensor, shift: Tensor) -> Tensor:

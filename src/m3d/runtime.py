@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -147,18 +148,24 @@ class Repeated:
             self._on_side_stream()
         else:
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, stream=_side_stream()):
                 self._function()
             self._graph = graph  # only now: a recording that failed must not be replayed
             graph.replay()
 
     def _on_side_stream(self) -> None:
         """Capturing needs a warmed-up side stream: what a library sets up on first use may not be recorded."""
-        stream = torch.cuda.Stream()
+        stream = _side_stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             self._function()
         torch.cuda.current_stream().wait_stream(stream)
+
+
+@cache
+def _side_stream() -> torch.cuda.Stream:
+    """One stream for every warm-up and every recording: libraries keep state by stream, and refuse a mixture."""
+    return torch.cuda.Stream()
 
 
 def pick(buffer: Tensor, slot: Tensor) -> Tensor:

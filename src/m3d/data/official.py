@@ -288,7 +288,13 @@ def _complete(record: Record, arrays: Arrays, paths: Sequence[Path]) -> Arrays:
 
 def _download(record: Record, root: Path, refused: Sequence[Path]) -> tuple[Arrays, list[Path]]:
     """The official files, fetched into the dataset's own folder below ``root``, read."""
-    import pooch  # only a download needs it, and the web libraries it brings take long to import
+    try:
+        import pooch  # only a download needs it, and the web libraries it brings take long to import
+    except ImportError as error:
+        raise M3DError(
+            f"{record.name} is not below {str(root)!r}, and downloading it needs the package pooch, which is not "
+            f"installed; install it, or point --data-root or M3D_DATA at the data"
+        ) from error
 
     pooch.get_logger().setLevel(logging.WARNING)  # it writes to the terminal by itself; we log instead
     layout, folder = record.layouts[-1], root / record.name
