@@ -1,10 +1,11 @@
-"""Compare variants of methods on a held-out part of the training data. The test data are never loaded into a choice.
+"""Compare variants of methods on a held-out part of the training data.
 
     python benchmarks/search.py cifar10 --ipc 10 --seeds 0,1,2 m3d m3d:momentum=0,lr=20
     python benchmarks/search.py digits --ipc 1 --net convnet2:width=16 --repeats 2 --epochs 20 random m3d:steps=20
 
 A variant is a method and its options. One record per variant and seed is appended to ``--out``; those already there
-are skipped, so a search that was stopped goes on. At the end a table: mean over seeds ± sd of seeds.
+are skipped, so a search that was stopped goes on. At the end a table: mean over seeds ± sd of seeds. With ``--final``,
+for variants chosen before, all training data are condensed and the test data measured.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def measure(options: argparse.Namespace, data: m3d.Dataset, variant: str, seed: 
     for precision in options.eval_precision:
         protocol = make_protocol(options.protocol, epochs=options.epochs)
         result = m3d.evaluate(
-            condensed, data, net=options.net, protocol=protocol, repeats=options.repeats, split="val",
+            condensed, data, net=options.net, protocol=protocol, repeats=options.repeats, split=options.split,
             precision=precision,
         )  # fmt: skip
         records.append(
@@ -75,6 +76,7 @@ def main() -> None:
     parser.add_argument("--net", default="convnet3")
     parser.add_argument("--seeds", type=_numbers, default=[0], help="0,1,2")
     parser.add_argument("--val-fraction", type=float, default=0.1)
+    parser.add_argument("--final", action="store_true", help="measure a choice made before on the test data")
     parser.add_argument("--protocol", default="paper")
     parser.add_argument("--epochs", type=int, default=None)
     parser.add_argument("--repeats", type=int, default=10)
@@ -82,7 +84,8 @@ def main() -> None:
     parser.add_argument("--time-limit", type=float, default=float("inf"), help="begin nothing after so many seconds")
     parser.add_argument("--out", type=Path, default=RESULTS / "search.jsonl")
     options = parser.parse_args()
-    data = m3d.load_data(options.data, val_fraction=options.val_fraction)
+    options.split = "test" if options.final else "val"
+    data = m3d.load_data(options.data, val_fraction=0.0 if options.final else options.val_fraction)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     done = {(r["variant"], r["condensation_seed"]) for r in known(options.out)}
     began = time.perf_counter()

@@ -201,6 +201,19 @@ def test_what_an_objective_learns_is_moved_by_its_own_player(tiny):
     assert {"objective.scale", "_players.1.velocity", "_players.1.taken"} <= set(step.state_dict())
 
 
+def test_scaling_the_loss_changes_no_bit_where_nothing_is_lost(tiny, monkeypatch):
+    plain = run(tiny)
+    monkeypatch.setattr(Runtime, "loss_scale", property(lambda self: 2.0**10))
+    assert torch.equal(run(tiny).pixels, plain.pixels)
+
+
+def test_precision_is_the_methods_choice_on_cuda_unless_it_is_given():
+    assert Runtime.choose("cpu", auto="fp16").precision == "fp32"
+    half, other = Runtime(torch.device("cuda"), "fp16"), Runtime(torch.device("cuda"), "bf16")
+    assert (half.dtype, half.loss_scale) == (torch.float16, 1024.0)
+    assert (other.dtype, other.loss_scale) == (torch.bfloat16, 1.0)
+
+
 def test_at_most_batch_syn_max_images_enter_a_step(tiny):
     counts = []
 
@@ -563,6 +576,7 @@ def test_wrong_settings_fail_before_any_work(tiny):
         ({"device": "tpu"}, "unknown device 'tpu'"),
         ({"precision": "fp8"}, "unknown precision 'fp8'"),
         ({"device": "cpu", "precision": "tf32"}, "CUDA only"),
+        ({"device": "cpu", "precision": "fp16"}, "CUDA only"),
         ({"step_mode": "fast"}, "unknown step mode"),
     ):
         with pytest.raises(M3DError, match=message):

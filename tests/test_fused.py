@@ -76,12 +76,12 @@ _BF16 = pytest.param(
 )
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), _BF16])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.float16, None), _BF16])
 @pytest.mark.parametrize("nets", [1, 2])
 def test_a_whole_network(nets, dtype, tolerance):
     """Representation, logits, and gradients of images and parameters against the plain path in float32.
 
-    float32 to a stated tolerance; bf16 is off by no more than twice what the plain path in bf16 is.
+    float32 to a stated tolerance; half precision is off by no more than twice what the plain path in it is.
     """
     net = FlatNet(make_net("convnet2:width=16", (3, 8, 8), 4), DEVICE)
     flat = net.fresh(

@@ -162,9 +162,12 @@ def _prepare(request: Mapping[str, Any], data: Dataset) -> _Prepared:
         raise M3DError(f"eval_every={request['eval_every']} is not valid; allowed: 0 (never) and more")
     if request["eval_every"] and data.val is None:
         raise M3DError("eval_every needs held-out data: give a val_fraction between 0 and 1 (--val-fraction 0.1)")
-    runtime = Runtime.choose(request["device"], request["precision"], request["deterministic"], request["step_mode"])
     task = Task(data.name, data.shape, data.classes, ipc, data.mirror)
     method, options = make_method(request["method"], task, dict(request["options"]))
+    runtime = Runtime.choose(
+        request["device"], request["precision"], request["deterministic"], request["step_mode"],
+        auto=method.matching.precision if method.matching else "bf16",
+    )  # fmt: skip
     method.tiles.require(data.shape)
     method.init.require(data, ipc * method.tiles.cells)
     if request["eval_every"] > method.steps:

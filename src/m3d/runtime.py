@@ -23,8 +23,9 @@ from m3d.errors import M3DError, unknown
 from m3d.version import __version__
 
 DEVICES = ("auto", "cpu", "cuda")
-PRECISIONS = ("auto", "bf16", "tf32", "fp32")
+PRECISIONS = ("auto", "fp16", "bf16", "tf32", "fp32")
 STEP_MODES = ("auto", "eager", "compile")
+_FP16_SCALE = 2.0**10
 _COMPILE_FROM = 6000  # steps on CUDA from which compiling pays with a warm cache (with a cold one: 25,000; LAB.md)
 
 
@@ -33,15 +34,21 @@ class Runtime:
     """Device, precision and determinism. Norms, kernels and losses are float32 whatever the precision."""
 
     device: torch.device
-    precision: str  # bf16, tf32 or fp32: what convolutions and matrix products of networks use
+    precision: str  # fp16, bf16, tf32 or fp32: what convolutions and matrix products of networks use
     deterministic: bool = False
     step_mode: str = "auto"
 
     @classmethod
     def choose(
-        cls, device: str = "auto", precision: str = "auto", deterministic: bool = False, step_mode: str = "auto"
+        cls,
+        device: str = "auto",
+        precision: str = "auto",
+        deterministic: bool = False,
+        step_mode: str = "auto",
+        *,
+        auto: str = "bf16",
     ) -> Runtime:
-        """Check the names and settle ``auto``: the GPU where there is one, bf16 there and fp32 on the CPU."""
+        """Check the names and settle ``auto``: the GPU where there is one, and precision ``auto`` there, else fp32."""
         for kind, name, allowed in (
             ("device", device.split(":")[0], DEVICES),
             ("precision", precision, PRECISIONS),
@@ -54,14 +61,22 @@ class Runtime:
         if device.startswith("cuda") and not torch.cuda.is_available():
             raise M3DError("device 'cuda': PyTorch sees no CUDA device here; allowed: auto, cpu")
         if precision == "auto":
-            precision = "bf16" if device.startswith("cuda") else "fp32"
-        if precision == "tf32" and device == "cpu":
-            raise M3DError("precision 'tf32' exists on CUDA only; allowed on the CPU: bf16, fp32")
+            precision = auto if device.startswith("cuda") else "fp32"
+        if precision in ("fp16", "tf32") and device == "cpu":
+            raise M3DError(f"precision {precision!r} is for CUDA only; allowed on the CPU: bf16, fp32")
         return cls(torch.device(device), precision, deterministic, step_mode)
 
     @property
     def dtype(self) -> torch.dtype:
-        return torch.bfloat16 if self.precision == "bf16" else torch.float32
+        return {"fp16": torch.float16, "bf16": torch.bfloat16}.get(self.precision, torch.float32)
+
+    @property
+    def loss_scale(self) -> float:
+        """What a loss is multiplied by, and its gradient divided by, so that small gradients survive in fp16.
+
+        A power of two: it changes no bit of a gradient that needs no help.
+        """
+        return _FP16_SCALE if self.precision == "fp16" else 1.0
 
     def compiles(self, steps: int) -> bool:
         """Whether a step repeated ``steps`` times is worth compiling."""

@@ -114,10 +114,11 @@ class Step(nn.Module):
         losses, gradients = [], []
         for part in zip(*(torch.split(d, self.chunk) for d in draws), strict=True):
             losses.append(self._loss(*part))
-            gradients.append(torch.autograd.grad(losses[-1].sum(), self.learned))
+            gradients.append(torch.autograd.grad(losses[-1].sum() * self.runtime.loss_scale, self.learned))
         loss = torch.cat(losses)
         for player, parts in zip(self.players, zip(*gradients, strict=True), strict=True):
-            player.step(parts[0] if len(parts) == 1 else torch.stack(parts).sum(0))
+            gradient = parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+            player.step(gradient / self.runtime.loss_scale)
         self.synthetic.project_()
         self.losses.index_copy_(0, self.slot, loss.detach().expand(len(self.lanes))[None])
         self.slot.add_(1)

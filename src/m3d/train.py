@@ -167,9 +167,10 @@ class Trainer:
     def _step(self, size: int) -> None:
         """One SGD step of every network on its own batch of ``size`` images."""
         images, labels, other, share = self._batch(size)
-        (gradient,) = torch.autograd.grad(self._loss(images, labels, other, share).sum(), self.flat)
+        scale = self.runtime.loss_scale
+        (gradient,) = torch.autograd.grad(self._loss(images, labels, other, share).sum() * scale, self.flat)
         with torch.no_grad():
-            gradient = gradient.add(self.flat, alpha=self.recipe.weight_decay)
+            gradient = (gradient / scale).add(self.flat, alpha=self.recipe.weight_decay)
             self.velocity.mul_(self.recipe.momentum).add_(gradient)
             self.flat.sub_(self.velocity * self.rate)
         self.slot.add_(1)
