@@ -207,8 +207,7 @@ def test_scaling_the_loss_changes_no_bit_where_nothing_is_lost(tiny, monkeypatch
     assert torch.equal(run(tiny).pixels, plain.pixels)
 
 
-def test_precision_is_the_methods_choice_on_cuda_unless_it_is_given():
-    assert Runtime.choose("cpu", auto="fp16").precision == "fp32"
+def test_only_fp16_scales_its_losses():
     half, other = Runtime(torch.device("cuda"), "fp16"), Runtime(torch.device("cuda"), "bf16")
     assert (half.dtype, half.loss_scale) == (torch.float16, 1024.0)
     assert (other.dtype, other.loss_scale) == (torch.bfloat16, 1.0)

@@ -164,10 +164,7 @@ def _prepare(request: Mapping[str, Any], data: Dataset) -> _Prepared:
         raise M3DError("eval_every needs held-out data: give a val_fraction between 0 and 1 (--val-fraction 0.1)")
     task = Task(data.name, data.shape, data.classes, ipc, data.mirror)
     method, options = make_method(request["method"], task, dict(request["options"]))
-    runtime = Runtime.choose(
-        request["device"], request["precision"], request["deterministic"], request["step_mode"],
-        auto=method.matching.precision if method.matching else "bf16",
-    )  # fmt: skip
+    runtime = Runtime.choose(request["device"], request["precision"], request["deterministic"], request["step_mode"])
     method.tiles.require(data.shape)
     method.init.require(data, ipc * method.tiles.cells)
     if request["eval_every"] > method.steps:

@@ -41,7 +41,7 @@ DataRoot = Annotated[
 ]
 Size = Annotated[int | None, typer.Option(help="Side in pixels that images of a folder are resized and cropped to.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
-Precision = Annotated[str, typer.Option(help="auto (on CUDA the method's choice), fp16, bf16, tf32 or fp32.")]
+Precision = Annotated[str, typer.Option(help="auto (bf16 on CUDA, fp32 on CPU), fp16, bf16, tf32 or fp32.")]
 Seed = Annotated[int, typer.Option(help="Same seed, same result.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 Net = Annotated[str, typer.Option(help="Network, e.g. convnet3 or convnet3:width=64; see 'm3d list nets'.")]

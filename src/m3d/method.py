@@ -29,7 +29,6 @@ class Matching:
     augment: Augment = field(default_factory=Augment)  # one draw per class and step, the same for both sides
     batch_real: int = 128  # real images per class and step
     batch_syn_max: int = 200  # decoded synthetic images per class and step, at most
-    precision: str = "bf16"  # of the networks on CUDA, where the user leaves it to the method
     standardised: bool = False  # whether the player moves standardised pixels instead of plain ones
     diverged_at: float = 20.0  # stop when the loss exceeds its first value this many times
 

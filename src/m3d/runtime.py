@@ -40,15 +40,9 @@ class Runtime:
 
     @classmethod
     def choose(
-        cls,
-        device: str = "auto",
-        precision: str = "auto",
-        deterministic: bool = False,
-        step_mode: str = "auto",
-        *,
-        auto: str = "bf16",
+        cls, device: str = "auto", precision: str = "auto", deterministic: bool = False, step_mode: str = "auto"
     ) -> Runtime:
-        """Check the names and settle ``auto``: the GPU where there is one, and precision ``auto`` there, else fp32."""
+        """Check the names and settle ``auto``: the GPU where there is one, bf16 there and fp32 on the CPU."""
         for kind, name, allowed in (
             ("device", device.split(":")[0], DEVICES),
             ("precision", precision, PRECISIONS),
@@ -61,7 +55,7 @@ class Runtime:
         if device.startswith("cuda") and not torch.cuda.is_available():
             raise M3DError("device 'cuda': PyTorch sees no CUDA device here; allowed: auto, cpu")
         if precision == "auto":
-            precision = auto if device.startswith("cuda") else "fp32"
+            precision = "bf16" if device.startswith("cuda") else "fp32"
         if precision in ("fp16", "tf32") and device == "cpu":
             raise M3DError(f"precision {precision!r} is for CUDA only; allowed on the CPU: bf16, fp32")
         return cls(torch.device(device), precision, deterministic, step_mode)
