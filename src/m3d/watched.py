@@ -93,8 +93,8 @@ class _WatchedPool(LivePool):
         self.step.fill_(step)
         self._choose()
         first = step * self.record.inner_max  # epochs are numbered by steps, so that each step draws its own orders
-        state = {"flat": self.parameters_flat[None], "velocity": self.trainer.velocity, "epoch": torch.tensor(first)}
-        self.trainer.load(state)
+        still = torch.zeros_like(self.trainer.velocity)  # there is no momentum: nothing of an earlier network remains
+        self.trainer.load({"flat": self.parameters_flat[None], "velocity": still, "epoch": torch.tensor(first)})
         self._ask()
         self.accuracies[int(self.taken) % self.record.window] = self.accuracy[0]
         self.taken.add_(1)
