@@ -160,7 +160,7 @@ def test_a_network_is_replaced_when_its_accuracies_settle(tiny):
 
 
 def test_training_ends_when_the_accuracy_has_moved(tiny):
-    """A window of 3: a spread of exactly 1/16 is not more than that; one of 1/8 at the sixth epoch ends the training."""
+    """A window of 3: a spread of exactly 1/16 is not more than that; one of 1/8 at the sixth epoch ends training."""
     pool, _ = start(tiny, window=3, inner_max=9, inner_stop=0.0625)
     after_epochs = iter([0.5, 0.5, 0.5, 0.5625, 0.5, 0.4375, 0.1, 0.2, 0.2, *[0.3] * 9])
     age = scripted(pool, iter([0.1, 0.2, 0.3]), after_epochs)
