@@ -7,15 +7,16 @@ bi-level optimisation: a network is trained on the synthetic images after each s
 has moved by more than λ₂, and replaced once it moved by less than λ₁ over ten steps. Images start from noise.
 
 ``cafe-dsa`` adds one augmentation per class and step, shared by both sides, and augmented training of the network, and
-starts from real images as DSA does (the publication does not say, its code's default is noise: ``init=noise``).
+starts from real images as DSA does (our choice: the public commands name no start, their default is ``init=noise``).
 
 Departures. The publication counts networks: 2,000 of them, the learning rate halved after 1,200, 1,600 and 1,800; how
-many steps that takes is known only afterwards, at least ten each. Here the number of steps is given, 20,000 being the
-least the published run can take, and the rate is halved after the same shares of it (60, 80 and 90 %). Both loops are
-bounded (``outer_max``, ``inner_max``): the published ones may never end. Accuracies are the mean over classes; the
-public code adds a tenth of the previous accuracy to each. In our networks the last pooled map and the flattened feature
-are the same numbers, so they are one term of weight 2; where blocks number other than three, all but the last get 0.1.
-Images are clamped to [0, 1] after each step so that they can be stored and shown; noise is clipped too.
+many steps that takes is known only afterwards: at least ten each, about twenty in short runs on CIFAR-10. Here the
+number of steps is given, 20,000 being the least the published run can take, and the rate is halved after the same
+shares of it (60, 80 and 90 %). Both loops are bounded (``outer_max``, ``inner_max``): the published ones may never end.
+Accuracies are the mean over classes; the public code adds a tenth of the previous accuracy to each. In ConvNets the
+last pooled map and the flattened feature are the same numbers, so they are one term of weight 2, the representation's
+in any network; all blocks but the last get 0.1, however many there are. Images are clamped to [0, 1] after each step so
+that they can be stored and shown; noise is clipped too.
 
 All classes go through at once, and the maps of all real images of a step are held together: 0.7 MB for each with
 ConvNet-3 at 32×32 pixels, and a few times that while they are made.
