@@ -533,6 +533,7 @@ def test_compiled_step_equals_eager_in_one_graph(tiny):
     net = FlatNet(make_net(NET, tiny.shape, 3))
     step = Step(method, tiny, net, method.tiles.encode(method.init(tiny, 12, 0, CPU)), 0, CPU)
     step.refill(0)
+    torch._dynamo.reset()  # it compiles one function for at most eight different methods
     compiled = torch.compile(step.loss, backend="aot_eager", fullgraph=True, dynamic=False)
     for k in range(3):
         step.pool.draw(k)

@@ -114,17 +114,21 @@ class TrainedOnSynthetic:
         _at_least_one(self, "every", "epochs")
 
     def start(self, world: World) -> LivePool:
-        with torch.no_grad():
-            pixels = world.synthetic.decoded()
-        labels = torch.arange(len(pixels), device=pixels.device).repeat_interleave(pixels.shape[1])
-        images = Images(pixels.flatten(0, 1).clone(), labels, world.data.mean, world.data.std)
         recipe = Recipe(1, self.batch, self.lr, momentum=0.0, weight_decay=0.0, augment=self.augment)
-        trainer = Trainer(world.net, images, recipe, 1, world.seed, world.runtime)
+        return _TrainedPool(world, self.every, self.epochs, *trainer_on_synthetic(world, recipe))
 
-        def refresh() -> None:
-            images.pixels.copy_(world.synthetic.decoded().flatten(0, 1))
 
-        return _TrainedPool(world, self.every, self.epochs, trainer, refresh)
+@torch.no_grad()
+def trainer_on_synthetic(world: World, recipe: Recipe) -> tuple[Trainer, Callable[[], None]]:
+    """(trainer of one network on the synthetic images, function that brings its images up to date)."""
+    pixels = world.synthetic.decoded()
+    labels = torch.arange(len(pixels), device=pixels.device).repeat_interleave(pixels.shape[1])
+    images = Images(pixels.flatten(0, 1).clone(), labels, world.data.mean, world.data.std)
+
+    def refresh() -> None:
+        images.pixels.copy_(world.synthetic.decoded().flatten(0, 1))
+
+    return Trainer(world.net, images, recipe, 1, world.seed, world.runtime), refresh
 
 
 @dataclass(frozen=True)
