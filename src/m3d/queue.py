@@ -21,10 +21,10 @@ _SERVES, _LEARN = 0, 1  # lanes of the draws: which network serves a step, and w
 class Queue:
     """Networks of all ages: ``initial`` random ones, and another one before step 0 and every ``every`` steps.
 
-    When there are more than ``capacity``, the oldest leaves. Each step looks through one of them, drawn at random; after
-    it ``learners`` different ones, drawn anew, each take ``train_steps`` steps on real images. The trust in a network is
-    its training accuracy in percent: the share of images it knew just before it learned from them, counted anew every
-    ``recount`` steps (0: never) and zero while nothing is counted.
+    When there are more than ``capacity``, the oldest leaves. Each step looks through one of them, drawn at random;
+    after it ``learners`` different ones, drawn anew, each take ``train_steps`` steps on real images. The trust in a
+    network is its training accuracy in percent: the share of images it knew just before it learned from them, counted
+    anew every ``recount`` steps (0: never) and zero while nothing is counted.
     """
 
     recipe: Recipe  # how they learn; its number of epochs does not matter
