@@ -31,6 +31,7 @@ ALLOWED = {
     "m3d.guides": {"m3d.nets"},
     "m3d.pools": {"m3d.augment", "m3d.data", "m3d.nets", "m3d.runtime", "m3d.synth", "m3d.train"},
     "m3d.watched": {"m3d.augment", "m3d.pools", "m3d.runtime", "m3d.train"},
+    "m3d.queue": {"m3d.pools", "m3d.train"},
     "m3d.train": {"m3d.augment", "m3d.nets", "m3d.runtime"},
     "m3d.store": {"m3d.files", "m3d.synth"},
     "m3d.pictures": {"m3d.files", "m3d.store"},

@@ -4,19 +4,20 @@ import math
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from m3d.errors import M3DError
 from m3d.nets import NETS, FlatNet, make_net
 from m3d.rng import Purpose
 
 
-def reference_convnet3(channels: int, classes: int, padding: int = 1) -> nn.Sequential:
+def reference_convnet3(channels: int, classes: int, padding: int = 1, norm: str = "instance") -> nn.Sequential:
     """ConvNet-3 as published, from the library's own layers."""
     layers: list[nn.Module] = []
     for i in range(3):
         first = nn.Conv2d(channels if i == 0 else 128, 128, 3, padding=padding if i == 0 else 1)
-        layers += [first, nn.GroupNorm(128, 128), nn.ReLU(), nn.AvgPool2d(2)]
+        normalise = nn.GroupNorm(128, 128) if norm == "instance" else nn.BatchNorm2d(128, momentum=1.0)
+        layers += [first, normalise, nn.ReLU(), nn.AvgPool2d(2)]
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(2048, classes))
 
 
@@ -40,8 +41,57 @@ def _in_order(net, reference):
     return [p for m in (*convs, *norms, linear) for p in m.parameters()]
 
 
+def batch_normed() -> tuple[FlatNet, Tensor, list[nn.Sequential]]:
+    """(network, two rows of parameters, the same two as the library's own modules in training mode), float64."""
+    module, modules = make_net("convnet3:norm=batch", (3, 32, 32), 10), []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        modules.append(reference_convnet3(3, 10, norm="batch").double().train())
+        for layer in modules[-1]:
+            if isinstance(layer, nn.BatchNorm2d):
+                nn.init.uniform_(layer.weight, 0.5, 1.5)
+                nn.init.uniform_(layer.bias, -0.5, 0.5)
+    rows = [torch.cat([p.detach().flatten() for p in _in_order(module, reference)]) for reference in modules]
+    return FlatNet(module), torch.stack(rows), modules
+
+
+def test_batch_norm_is_the_librarys_in_training_and_each_network_has_its_own():
+    net, flat, modules = batch_normed()
+    assert net.mixes_images and not net.net.fused
+    images = torch.randn(2, 5, 3, 32, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    images[1] += 1.0  # the second network sees other images: statistics must not mix
+    images.requires_grad_()
+    seen = net(flat, images, torch.float64, maps=True)
+    expected = torch.stack([module(x) for module, x in zip(modules, images, strict=True)])
+    torch.testing.assert_close(seen.logits, expected)
+    assert [tuple(m.shape) for m in seen.maps] == [(2, 5, 128, s, s) for s in (32, 16, 8)]
+    torch.testing.assert_close(seen.maps[0][1], modules[1][:3](images[1]))
+    weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    mine, theirs = (torch.autograd.grad((v * weight).sum(), images)[0] for v in (seen.logits, expected))
+    torch.testing.assert_close(mine, theirs)
+    assert not torch.allclose(seen.logits[:, :2], net(flat, images[:, :2], torch.float64).logits, atol=1e-3)
+
+
+def test_batch_norm_is_tested_with_the_statistics_of_the_reference_images():
+    """Against the library's evaluation mode, its running statistics those of one pass over the reference images."""
+    net, flat, modules = batch_normed()
+    generator = torch.Generator().manual_seed(0)
+    reference, images = (torch.randn(2, n, 3, 32, 32, generator=generator, dtype=torch.float64) for n in (6, 4))
+    seen = net.calibrated(flat, images, reference, torch.float64)
+    for r, module in enumerate(modules):
+        module(reference[r])
+        for layer, side in zip([m for m in module if isinstance(m, nn.BatchNorm2d)], (32, 16, 8), strict=True):
+            count = 6 * side * side
+            layer.running_var *= (count - 1) / count  # the library keeps the unbiased variance
+        torch.testing.assert_close(seen.logits[r], module.eval()(images[r]))
+    alone = net.calibrated(flat, images[:, 1:2], reference, torch.float64)
+    torch.testing.assert_close(alone.logits[:, 0], seen.logits[:, 1])
+
+
 @pytest.mark.parametrize("side", [8, 9, 16, 28, 30, 33, 64])
-@pytest.mark.parametrize("name", ["convnet1", "convnet3", "convnet:depth=2,width=16,norm=none"])
+@pytest.mark.parametrize(
+    "name", ["convnet1", "convnet3", "convnet:depth=2,width=16,norm=none", "convnet3:width=8,norm=batch"]
+)
 def test_any_image_from_8_pixels_up(name, side):
     seen = make_net(name, (1, side, side), 7)(torch.rand(2, 1, side, side))
     assert seen.logits.shape == (2, 7) and torch.isfinite(seen.logits).all()
@@ -108,5 +158,7 @@ def test_bad_networks_are_refused():
         make_net("convnet3:widht=3", (3, 32, 32), 10)
     with pytest.raises(M3DError, match="width='wide'"):
         make_net("convnet3:width=wide", (3, 32, 32), 10)
+    with pytest.raises(M3DError, match="norm='layer'"):
+        make_net("convnet3:norm=layer", (3, 32, 32), 10)
     with pytest.raises(M3DError, match="buffers"):
         FlatNet(nn.BatchNorm2d(3))

@@ -36,6 +36,24 @@ def test_decode_matches_the_naive_one(factor, side):
     torch.testing.assert_close(out, naive_decode(x, factor), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize(("factor", "side"), [(2, 8), (2, 9), (3, 9), (3, 32)])
+def test_a_mosaic_may_start_from_interpolated_images(factor, side):
+    """Every cell is the library's bilinear reduction of another image; at factor 2 the mean of 2×2 squares."""
+    images = torch.rand(2, 2 * factor**2, 3, side, side, generator=torch.Generator().manual_seed(0))
+    cell = -(-side // factor)
+    made = Tiles(factor, "bilinear").encode(images)
+    assert made.shape == (2, 2, 3, side, side)
+    small = functional.interpolate(images.flatten(0, 1), (cell, cell), mode="bilinear", align_corners=False)
+    small = small.view(2, 2, factor, factor, 3, cell, cell)
+    for i in range(factor):
+        for j in range(factor):
+            part = made[..., i * cell : (i + 1) * cell, j * cell : (j + 1) * cell]
+            torch.testing.assert_close(part, small[:, :, i, j][..., : part.shape[-2], : part.shape[-1]])
+    assert not torch.allclose(made, Tiles(factor).encode(images))
+    if (factor, side) == (2, 8):
+        torch.testing.assert_close(made[:, 0, :, :4, :4], functional.avg_pool2d(images[:, 0], 2))
+
+
 def test_224_pixels_by_3_are_75_pixel_cells():
     x = torch.rand(1, 1, 1, 224, 224)
     torch.testing.assert_close(Tiles(3).decode(x), naive_decode(x, 3), atol=1e-5, rtol=1e-5)

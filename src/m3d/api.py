@@ -30,7 +30,7 @@ def condense(
     ipc: int = 1,
     method: str = "m3d",
     *,
-    net: str = "convnet3",
+    net: str | None = None,
     seed: int = 0,
     out: str | Path | None = None,
     overwrite: bool = False,
@@ -47,7 +47,8 @@ def condense(
 ) -> CondensedSet:
     """Condense ``data`` to ``ipc`` images per class; ``options`` are the method's own (``m3d list methods NAME``).
 
-    With ``out`` the run is kept in that folder: checkpoints, history, and the condensed set at the end.
+    Without ``net`` images are matched through the method's own network. With ``out`` the run is kept in that folder:
+    checkpoints, history, and the condensed set at the end.
     """
     request: dict[str, Any] = {
         "ipc": ipc,
@@ -66,7 +67,8 @@ def condense(
     dataset = data if isinstance(data, Dataset) else load_data(data, **dict(load_options or {}))
     request["data"] = dict(dataset.recipe)
     run = _prepare(request, dataset)
-    request |= {"device": str(run.runtime.device), "precision": run.runtime.precision}  # a resumed run keeps both
+    # what was left to choose is written down: a resumed run keeps it
+    request |= {"net": run.net, "device": str(run.runtime.device), "precision": run.runtime.precision}
     folder = RunFolder(out) if out is not None else None
     if folder is not None:
         machine = run.runtime.describe()
@@ -98,11 +100,12 @@ class _Prepared:
         self, request: Mapping[str, Any], data: Dataset, method: Method, options: dict[str, object], runtime: Runtime
     ):
         self.request, self.data, self.method, self.options, self.runtime = request, data, method, options, runtime
+        self.net: str = method.network if request["net"] is None else request["net"]
 
     def go(self, folder: RunFolder | None, report: Callable[[Progress], None] | None) -> CondensedSet:
         request, runtime = self.request, self.runtime
         on_device = self.data.to(runtime.device)
-        net = FlatNet(make_net(request["net"], self.data.shape, self.data.classes), runtime.device)
+        net = FlatNet(make_net(self.net, self.data.shape, self.data.classes), runtime.device)
         watch = Watch(report, folder, request["checkpoint_seconds"], self._judge, request["eval_every"])
         outcome = run_engine(self.method, on_device, net, request["ipc"], request["seed"], runtime, watch)
         result = self._set(outcome.pixels, outcome, self.method.steps)
@@ -120,7 +123,7 @@ class _Prepared:
         """Validation accuracy of the set as it is now."""
         settings = {"protocol": "quick", "repeats": 3, **self.request["eval_options"]}
         now = self._set(pixels, None, step)
-        return evaluate_set(now, self.data, net=self.request["net"], split="val", runtime=self.runtime, **settings).mean
+        return evaluate_set(now, self.data, net=self.net, split="val", runtime=self.runtime, **settings).mean
 
     def _set(self, pixels: Tensor, outcome: Outcome | None, steps: int) -> CondensedSet:
         request, data = self.request, self.data
@@ -133,7 +136,7 @@ class _Prepared:
             "std": list(data.std),
             "class_names": list(data.class_names),
             "data": {"name": data.name, "fingerprint": data.train.fingerprint, "recipe": dict(data.recipe)},
-            "net": request["net"],
+            "net": self.net,
             "seed": request["seed"],
             "steps": steps,
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -162,15 +165,16 @@ def _prepare(request: Mapping[str, Any], data: Dataset) -> _Prepared:
         raise M3DError(f"eval_every={request['eval_every']} is not valid; allowed: 0 (never) and more")
     if request["eval_every"] and data.val is None:
         raise M3DError("eval_every needs held-out data: give a val_fraction between 0 and 1 (--val-fraction 0.1)")
-    task = Task(data.name, data.shape, data.classes, ipc, data.mirror)
+    task = Task(data.name, data.shape, data.classes, ipc, data.mirror, int(data.train.count.min()))
     method, options = make_method(request["method"], task, dict(request["options"]))
     runtime = Runtime.choose(request["device"], request["precision"], request["deterministic"], request["step_mode"])
     method.tiles.require(data.shape)
     method.init.require(data, ipc * method.tiles.cells)
     if request["eval_every"] > method.steps:
         raise M3DError(f"eval_every={request['eval_every']} is more than the {method.steps} steps of the run")
-    make_net(request["net"], data.shape, data.classes)
-    return _Prepared(request, data, method, options, runtime)
+    prepared = _Prepared(request, data, method, options, runtime)
+    make_net(prepared.net, data.shape, data.classes)
+    return prepared
 
 
 def evaluate(

@@ -95,7 +95,9 @@ def condense(
         list[str] | None,
         typer.Option("--set", metavar="NAME=VALUE", help="Any other option of the method, as name=value."),
     ] = None,
-    net: Net = "convnet3",
+    net: Annotated[
+        str | None, typer.Option(help="Network to match through; default the method's own; see 'm3d list methods'.")
+    ] = None,
     seed: Seed = 0,
     out: Annotated[Path | None, typer.Option(help="Run folder; default runs/DATA-METHOD-ipcN-seedN.")] = None,
     overwrite: Annotated[bool, typer.Option(help="Replace a run that is already in the folder.")] = False,

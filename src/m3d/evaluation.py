@@ -99,6 +99,12 @@ def datadam(*, epochs: int = 1800, batch: int = 64) -> Protocol:
     return replace(dsa(epochs=epochs, batch=batch), name="datadam")
 
 
+@PROTOCOLS.register("idm")
+def idm(*, epochs: int = 1000, batch: int = 256) -> Protocol:
+    """IDM's recipe: as dsa (cutout among the augmentations, no CutMix), on the decoded images."""
+    return replace(dsa(epochs=epochs, batch=batch), name="idm")
+
+
 @PROTOCOLS.register("quick")
 def quick(*, epochs: int = 200, batch: int = 64) -> Protocol:
     """The paper's recipe in fewer epochs at a larger rate: for demonstrations and searches, not for reports."""

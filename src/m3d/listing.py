@@ -8,7 +8,7 @@ from m3d.data.official import RECORDS, Record
 from m3d.errors import M3DError
 from m3d.evaluation import PROTOCOLS
 from m3d.kernels import KERNELS
-from m3d.methods import METHODS
+from m3d.methods import METHODS, Task
 from m3d.nets import NETS
 from m3d.registry import Registry
 from m3d.select import INITS
@@ -27,9 +27,11 @@ KINDS = (*_REGISTRIES, "datasets")
 MEANINGS = {
     "augment": "augmentation shared by real and synthetic images: a+b applies both, a|b draws one (color, crop, "
     "cutout, flip, scale, rotate, none)",
+    "balance": "weight of the mean representation against the attention",
     "batch": "images per training step",
     "batch_real": "real images per class and step",
     "batch_syn_max": "decoded synthetic images per class and step, at most",
+    "ce_weight": "weight of the cross-entropy of synthetic images; it is multiplied by a network's accuracy in percent",
     "degree": "highest moment the kernel sees",
     "depth": "number of blocks",
     "discriminate": "weight of classifying real features by the class means of synthetic ones",
@@ -45,6 +47,7 @@ MEANINGS = {
     "ipm": "iterations per random model",
     "kernel": "kernel of the maximum mean discrepancy ('m3d list kernels')",
     "lr": "learning rate of the images; auto: the method's own rule (m3d: IPC × the kernel's rate)",
+    "m3d_weight": "of L_M3D where it takes the place of the method's own loss",
     "moments": "1 matches means, 2 also variances, 3 also skewnesses",
     "momentum": "of the images' descent",
     "network": "network trained on the whole data for its representation",
@@ -55,11 +58,16 @@ MEANINGS = {
     "outer_max": "steps per network, at most",
     "outer_stop": "a new network follows when the accuracy on real images varied by less than this in the window",
     "per_network": "steps per network",
+    "power": "of the activations whose sum over channels is the attention",
+    "push_every": "steps between two new networks of the queue",
     "queries": "real images per class that a network's accuracy is measured on",
+    "queue": "networks in the queue, at most",
+    "recount": "steps after which the networks' training accuracies are counted anew; 0: never",
     "second": "weight of the variances",
     "steps": "iterations",
     "third": "weight of the skewnesses",
     "train_images": "real images the network is trained on after each step",
+    "train_steps": "training steps of each network that learns after a step",
     "width": "channels of the first block",
     "window": "how many of the latest accuracies of a network are looked at together",
 }
@@ -70,7 +78,21 @@ def overview(what: str) -> list[dict[str, Any]]:
     if what == "datasets":
         named = [{"name": r.name, "about": _about_dataset(r)} for r in RECORDS.values()]
         return [*named, {"name": "PATH", "about": "an image folder root/{train,test}/class/*.png …, or an .npz"}]
-    return [{"name": entry.name, "about": entry.summary, **entry.about} for entry in _REGISTRIES[what]]
+    rows = [{"name": entry.name, "about": entry.summary, **entry.about} for entry in _REGISTRIES[what]]
+    if what == "methods":
+        for row in rows:
+            row |= _default_net(row["name"])
+    return rows
+
+
+def _default_net(name: str) -> dict[str, str]:
+    """The network a method matches through unless another is asked for, as it is on CIFAR-10; coresets match none."""
+    entry = METHODS.get(name)
+    try:
+        method = entry.build(Task("cifar10", (3, 32, 32), 10, 1), **entry.resolve({}))
+    except M3DError:  # a user's method that does not take such images is still listed
+        return {}
+    return {} if method.matching is None else {"net": method.network}
 
 
 def _about_dataset(record: Record) -> str:

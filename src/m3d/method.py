@@ -45,6 +45,7 @@ class Method:
     init: Init
     tiles: Tiles = field(default_factory=lambda: Tiles(1))
     matching: Matching | None = None
+    network: str = "convnet3"  # through which images are matched, where nothing else is asked for
 
     @property
     def steps(self) -> int:

@@ -36,6 +36,7 @@ class Purpose(IntEnum):
     CLASSIFIER = 11  # initial weights of the networks trained for evaluation: never those of an encoder
     TEACHER = 12  # initial weights of networks trained on the real data
     QUERY = 15  # real images that an encoder's accuracy is measured on
+    QUEUE = 16  # which networks of a queue serve a step and which learn after it
 
 
 def philox(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +17,12 @@ class Tiles:
     """Factor & up-sampling: an l × l mosaic of small images, each enlarged to full size (Eq. 10).
 
     ``factor`` 1 stores images as they are. Where l does not divide a side, the image is padded to the right and below
-    with 0.5 before it is cut (224 → 225 → 75-pixel cells).
+    with 0.5 before it is cut (224 → 225 → 75-pixel cells). Images that start a mosaic are made small by taking the
+    ``nearest`` pixel, or by ``bilinear`` interpolation (at factor 2 the mean of each 2×2 square).
     """
 
     factor: int = 2
+    shrink: Literal["nearest", "bilinear"] = "nearest"
 
     def __post_init__(self) -> None:
         if self.factor < 1:
@@ -49,26 +52,30 @@ class Tiles:
         return bilinear_matrix(h, cell_h, stored.device) @ cells @ bilinear_matrix(w, cell_w, stored.device).mT
 
     def encode(self, images: Tensor) -> Tensor:
-        """[..., n·l², ch, h, w] → [..., n, ch, h, w] stored: each cell a different image, nearest pixel."""
+        """[..., n·l², ch, h, w] → [..., n, ch, h, w] stored: each cell a different image."""
         if self.factor == 1:
             return images
         l, (h, w) = self.factor, images.shape[-2:]
         cell_h, cell_w = -(-h // l), -(-w // l)
-        rows = torch.arange(cell_h, device=images.device) * h // cell_h
-        columns = torch.arange(cell_w, device=images.device) * w // cell_w
-        cells = images[..., rows, :][..., columns].unflatten(-4, (-1, l, l))  # [..., n, l, l, ch, cell_h, cell_w]
+        if self.shrink == "bilinear":
+            small = bilinear_matrix(cell_h, h, images.device) @ images @ bilinear_matrix(cell_w, w, images.device).mT
+        else:
+            rows = torch.arange(cell_h, device=images.device) * h // cell_h
+            columns = torch.arange(cell_w, device=images.device) * w // cell_w
+            small = images[..., rows, :][..., columns]
+        cells = small.unflatten(-4, (-1, l, l))  # [..., n, l, l, ch, cell_h, cell_w]
         mosaic: Tensor = cells.movedim((-5, -4), (-4, -2)).flatten(-4, -3).flatten(-2, -1)
         return mosaic[..., :h, :w]
 
 
-def bilinear_matrix(large: int, small: int, device: torch.device | str = "cpu") -> Tensor:
-    """[large, small]: bilinear enlargement of one axis (half-pixel centres, edges repeated).
+def bilinear_matrix(target: int, source: int, device: torch.device | str = "cpu") -> Tensor:
+    """[target, source]: bilinear resizing of one axis (half-pixel centres, edges repeated).
 
-    As a matrix product, enlarging is deterministic in both directions; the library's interpolation adds its gradients
+    As a matrix product, resizing is deterministic in both directions; the library's interpolation adds its gradients
     atomically on CUDA.
     """
-    place = (torch.arange(large, device=device, dtype=torch.float64) + 0.5) * small / large - 0.5
-    distance = place.clamp(0, small - 1)[:, None] - torch.arange(small, device=device)
+    place = (torch.arange(target, device=device, dtype=torch.float64) + 0.5) * source / target - 0.5
+    distance = place.clamp(0, source - 1)[:, None] - torch.arange(source, device=device)
     return (1 - distance.abs()).clamp(min=0).float()
 
 

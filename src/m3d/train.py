@@ -82,11 +82,13 @@ class Trainer:
         *,
         sample: int | None = None,
         first: int = 0,
+        counts: bool = False,
     ):
         """With ``sample`` an epoch is that many images, the next ones of an endless shuffled reading of them all.
 
         ``first`` is the number of the first network: what a network starts from and is shown depends on its own number
-        alone, so ten networks may be trained at once or in groups.
+        alone, so ten networks may be trained at once or in groups. With ``counts``, ``right`` adds up how many images
+        of the batches each network knew before it learned from them.
         """
         device = images.pixels.device
         self.sample, self.length = sample, sample or len(images)  # images an epoch has
@@ -99,6 +101,7 @@ class Trainer:
             seed, rng.Purpose.CLASSIFIER, self.lanes.new_zeros(1), self.lanes
         ).requires_grad_()  # [R, P]
         self.velocity = torch.zeros_like(self.flat, requires_grad=False)
+        self.right = torch.zeros(repeats, dtype=torch.long, device=device) if counts else None  # [R]
         self.rate = torch.zeros((), device=device)
         self.epoch = 0
         self._filled = -1  # which block of epochs the draws below belong to
@@ -194,6 +197,8 @@ class Trainer:
     def _loss(self, images: Tensor, labels: Tensor, other: Tensor, share: Tensor) -> Tensor:
         """[R]: each network's mean cross-entropy on its own batch."""
         logits = self.net(self.flat, images, self.runtime.dtype).logits  # [R, b, K]
+        if self.right is not None:
+            self.right.add_((logits.detach().argmax(-1) == labels).sum(1))
         scores = functional.log_softmax(logits, dim=-1)
         first, second = (-scores.gather(2, target[..., None]).mean((1, 2)) for target in (labels, other))
         return first * share + second * (1 - share)

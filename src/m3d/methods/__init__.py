@@ -19,6 +19,7 @@ class Task:
     classes: int
     ipc: int
     mirror: bool = True  # whether a mirrored image still shows its class
+    smallest: int | None = None  # training images of the smallest class, where it is known
 
 
 def make_method(name: str, task: Task, options: dict[str, object]) -> tuple[Method, dict[str, object]]:

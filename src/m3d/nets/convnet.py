@@ -1,10 +1,10 @@
-"""The field's ConvNet: blocks of convolution, instance norm, ReLU and average pooling, then one linear layer."""
+"""The field's ConvNet: blocks of convolution, norm, ReLU and average pooling, then one linear layer."""
 
 from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +12,11 @@ from torch.nn import functional
 
 from m3d.errors import M3DError
 from m3d.nets.flat import Stackable
-from m3d.nets.norms import Affine
+from m3d.nets.norms import Affine, BatchNorm, batch_norm
+from m3d.nets.single import wide
 from m3d.types import Seen
 
-NormName = Literal["instance", "none"]
+NormName = Literal["instance", "batch", "none"]
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
@@ -24,7 +25,8 @@ class ConvNet(Stackable):
 
     28×28 images are padded to 32×32 by the first convolution (padding 3), as in the published experiments. Many
     networks run side by side (``stacked``); one network is the case R = 1. Convolutions compute in the given precision,
-    norms, pooling and the classifier always in float32.
+    norms, pooling and the classifier always in float32. The norm is the field's instance norm, or batch norm with the
+    statistics of each network's own images.
     """
 
     def __init__(
@@ -44,7 +46,9 @@ class ConvNet(Stackable):
             )
         widths = [channels] + [width] * depth
         self.convs = nn.ModuleList(nn.Conv2d(widths[k], width, 3, padding=self.paddings[k]) for k in range(depth))
-        self.norms = nn.ModuleList(Affine(width) for _ in range(depth if norm == "instance" else 0))
+        kinds: dict[str, type[Affine]] = {"instance": Affine, "batch": BatchNorm}
+        self.norms = nn.ModuleList(kinds[norm](width) for _ in range(depth if norm in kinds else 0))
+        self.batch_norm = norm == "batch"
         self.classifier = nn.Linear(width * self.sizes[-1][0] * self.sizes[-1][1], classes)
         self.fused = self._fits()  # whether to use the fused kernels where they run; set to False to compare
 
@@ -67,14 +71,16 @@ class ConvNet(Stackable):
         return self._classify(p, x.flatten(2), tuple(seen) if maps else ())
 
     def _normalise(self, y: Tensor, p: Mapping[str, Tensor], k: int) -> Tensor:
-        """Every channel of every image to mean 0 and variance 1, then an affine map: GroupNorm with groups of one."""
-        y = y if y.dtype == torch.float64 else y.float()
+        """Every channel of every image (or of every network's batch) to mean 0 and variance 1, then an affine map."""
+        y = wide(y)
         if not self.norms:
             return y
+        weights = zip(y.unbind(0), p[f"norms.{k}.weight"], p[f"norms.{k}.bias"], strict=True)
+        if self.batch_norm:
+            reference = cast(BatchNorm, self.norms[k]).reference
+            return _stack([batch_norm(x, gain, shift, reference) for x, gain, shift in weights])
         if not y.is_cuda:  # the library's own norm: much faster on CPUs, but it does not fuse with its neighbours
-            weights = zip(y.unbind(0), p[f"norms.{k}.weight"], p[f"norms.{k}.bias"], strict=True)
-            parts = [functional.group_norm(x, x.shape[1], gain, shift) for x, gain, shift in weights]
-            return parts[0][None] if len(parts) == 1 else torch.stack(parts)
+            return _stack([functional.group_norm(x, x.shape[1], gain, shift) for x, gain, shift in weights])
         var, mean = torch.var_mean(y, dim=(3, 4), keepdim=True, correction=0)
         gain, shift = (p[f"norms.{k}.{name}"][:, None, :, None, None] for name in ("weight", "bias"))
         return (y - mean) * (torch.rsqrt(var + 1e-5) * gain) + shift
@@ -84,7 +90,7 @@ class ConvNet(Stackable):
         return Seen(maps, features, torch.baddbmm(bias[:, None], features, weight.mT))
 
     def _fits(self) -> bool:
-        if not _HAS_TRITON or not self.norms:
+        if not _HAS_TRITON or not self.norms or self.batch_norm:  # the kernels know instance norm alone
             return False
         from m3d.nets.fused_norm import norm_fits
         from m3d.nets.fused_stem import stem_fits
@@ -117,4 +123,8 @@ def _convolve(x: Tensor, weight: Tensor, bias: Tensor, padding: int, dtype: torc
         functional.conv2d(images.to(dtype), w.to(dtype), b.to(dtype), padding=padding)
         for images, w, b in zip(x.unbind(0), weight.unbind(0), bias.unbind(0), strict=True)
     ]
+    return _stack(parts)
+
+
+def _stack(parts: list[Tensor]) -> Tensor:
     return parts[0][None] if len(parts) == 1 else torch.stack(parts)

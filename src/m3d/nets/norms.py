@@ -43,11 +43,15 @@ class BatchNorm(Affine, MixesImages):
 
     def forward(self, x: Tensor) -> Tensor:
         """[n, c, h, w] for ``x`` of the same shape."""
-        y = wide(x)
-        if not self.reference:
-            return functional.batch_norm(y, None, None, self.weight, self.bias, training=True).to(x.dtype)
-        var, mean = torch.var_mean(y[: self.reference], dim=(0, 2, 3), correction=0)
-        return functional.batch_norm(y, mean, var, self.weight, self.bias).to(x.dtype)
+        return batch_norm(wide(x), self.weight, self.bias, self.reference).to(x.dtype)
+
+
+def batch_norm(x: Tensor, gain: Tensor, shift: Tensor, reference: int = 0) -> Tensor:
+    """[n, c, h, w]: ``x`` by the mean and variance of its first ``reference`` images (0: all), gain and shift [c]."""
+    if not reference:
+        return functional.batch_norm(x, None, None, gain, shift, training=True)
+    var, mean = torch.var_mean(x[:reference], dim=(0, 2, 3), correction=0)
+    return functional.batch_norm(x, mean, var, gain, shift)
 
 
 def norm_layer(norm: str, channels: int) -> nn.Module:

@@ -1,8 +1,8 @@
 """How two readings are compared: one value per class."""
 
 from m3d.objectives.base import Objective
-from m3d.objectives.features import MMD, Moment
+from m3d.objectives.features import MMD, Attention, Moment
 from m3d.objectives.gradients import CosineRows, PowerDistance
 from m3d.objectives.layers import Discriminate, LayerMeans
 
-__all__ = ["MMD", "CosineRows", "Discriminate", "LayerMeans", "Moment", "Objective", "PowerDistance"]
+__all__ = ["MMD", "Attention", "CosineRows", "Discriminate", "LayerMeans", "Moment", "Objective", "PowerDistance"]

@@ -1,8 +1,10 @@
-"""Objectives on what a network sees: maximum mean discrepancy, and single moments."""
+"""Objectives on what a network sees: maximum mean discrepancy, single moments, spatial attention."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
+from torch.nn import functional
 
 from m3d.errors import M3DError
 from m3d.kernels import Kernel
@@ -54,3 +56,35 @@ def central_moment(x: Tensor, order: int) -> Tensor:
     """[..., d]: mean over n of (x − mean)^order for ``x`` [..., n, d]; the mean itself for order 1."""
     mean = x.mean(-2)
     return mean if order == 1 else (x - mean[..., None, :]).pow(order).mean(-2)
+
+
+class Attention(Objective[Seen]):
+    """Σ over all block maps but the last of ‖mean A(real) − mean A(synthetic)‖²: DataDAM's spatial attention matching.
+
+    A(F) = v / ‖v‖₂ with v = Σ over channels of |F|^power, one number per place of the map: where a network looks, not
+    how strongly. A probe must read block maps (``Forward(maps=True)``).
+    """
+
+    def __init__(self, power: int = 4):
+        super().__init__()
+        if power < 1:  # below 1 a power has no derivative at zero, where most of a ReLU's map lies
+            raise M3DError(f"power={power} is not valid; allowed: 1 and more")
+        self.power = power
+
+    def forward(self, goal: Seen, seen: Seen) -> Tensor:
+        """[C]."""
+        if len(seen.maps) < 2:
+            raise M3DError(
+                f"attention is matched in all block maps but the last, and the network shows {len(seen.maps)}; "
+                f"allowed: a network of two blocks and more"
+            )
+        parts = [
+            (attention(real, self.power).mean(1) - attention(synthetic, self.power).mean(1)).square().sum(-1)
+            for real, synthetic in zip(goal.maps[:-1], seen.maps[:-1], strict=True)
+        ]
+        return torch.stack(parts).sum(0)
+
+
+def attention(maps: Tensor, power: int) -> Tensor:
+    """[..., h·w]: Σ over channels of |x|^power of ``maps`` [..., c, h, w], flattened to a vector of length 1."""
+    return functional.normalize(maps.abs().pow(power).sum(-3).flatten(-2), dim=-1)
