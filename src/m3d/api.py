@@ -105,12 +105,13 @@ class _Prepared:
         net = FlatNet(make_net(request["net"], self.data.shape, self.data.classes), runtime.device)
         watch = Watch(report, folder, request["checkpoint_seconds"], self._judge, request["eval_every"])
         outcome = run_engine(self.method, on_device, net, request["ipc"], request["seed"], runtime, watch)
-        result = self._set(outcome.pixels, outcome, self.method.steps)
+        result = self._set(outcome.pixels, outcome, self.method.steps, outcome.learned)
         if folder is not None:
             if outcome.losses:
                 folder.write_history(outcome.losses)
             if outcome.best is not None:
-                self._set(outcome.best[0], outcome, outcome.best[1]).save(folder / RunFolder.BEST)
+                best = self._set(outcome.best[0], outcome, outcome.best[1], outcome.best_learned)
+                best.save(folder / RunFolder.BEST)
             result.save(folder / RunFolder.CONDENSED)
             for name in (RunFolder.CHECKPOINT, RunFolder.PREVIOUS):
                 (folder / name).unlink(missing_ok=True)
@@ -122,7 +123,9 @@ class _Prepared:
         now = self._set(pixels, None, step)
         return evaluate_set(now, self.data, net=self.request["net"], split="val", runtime=self.runtime, **settings).mean
 
-    def _set(self, pixels: Tensor, outcome: Outcome | None, steps: int) -> CondensedSet:
+    def _set(
+        self, pixels: Tensor, outcome: Outcome | None, steps: int, learned: Mapping[str, float] | None = None
+    ) -> CondensedSet:
         request, data = self.request, self.data
         manifest: dict[str, Any] = {
             "method": request["method"],
@@ -139,6 +142,8 @@ class _Prepared:
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             **self.runtime.describe(),
         }
+        if learned:
+            manifest["learned"] = dict(learned)
         if outcome is not None:
             manifest |= {"seconds": round(outcome.seconds, 3), "peak_memory": self.runtime.peak_memory()}
             if outcome.losses:

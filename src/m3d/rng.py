@@ -35,6 +35,10 @@ class Purpose(IntEnum):
     PARTNER = 10  # who is mixed with whom
     CLASSIFIER = 11  # initial weights of the networks trained for evaluation: never those of an encoder
     TEACHER = 12  # initial weights of networks trained on the real data
+    EXPERT = 20  # initial weights of experts, whose training is recorded
+    SEGMENT = 21  # which stretch of which expert's training a step imitates
+    LESSON = 22  # mini-batches a student is taught with
+    LESSON_AUGMENT = 23  # their augmentation
 
 
 def philox(

@@ -71,6 +71,11 @@ class Step(nn.Module):
                 self.learned.append(parameter)
                 self.players.append(player.start(parameter))
 
+    def learned_numbers(self) -> dict[str, float]:
+        """What the probe and the objective learned beside the images, where they report it."""
+        reports = [getattr(part, "learned", dict) for part in (self.probe, self.objective)]
+        return {name: float(value) for report in reports for name, value in report().items()}
+
     @torch.no_grad()
     def refill(self, step: int) -> None:
         """Draw everything the block that ``step`` lies in needs, and point at ``step``."""

@@ -81,15 +81,19 @@ class Trainer:
         runtime: Runtime,
         *,
         sample: int | None = None,
+        first: int = 0,
     ):
-        """With ``sample`` an epoch is that many images, the next ones of an endless shuffled reading of them all."""
+        """With ``sample`` an epoch is that many images, the next ones of an endless shuffled reading of them all.
+
+        Networks are numbered from ``first``; a network's weights and draws depend on its own number alone.
+        """
         device = images.pixels.device
         self.sample, self.length = sample, sample or len(images)  # images an epoch has
         self.net, self.images, self.recipe, self.seed, self.runtime = net, images, recipe, seed, runtime
         self.repeats, self.batch = repeats, min(recipe.batch, self.length)
         self.steps_per_epoch = -(-self.length // self.batch)
         self.epochs_per_block = max(1, _BLOCK_STEPS // self.steps_per_epoch)
-        self.lanes = torch.arange(repeats, device=device)
+        self.lanes = torch.arange(first, first + repeats, device=device)
         self.flat = net.fresh(
             seed, rng.Purpose.CLASSIFIER, self.lanes.new_zeros(1), self.lanes
         ).requires_grad_()  # [R, P]

@@ -75,7 +75,10 @@ def make_net(spec: str, shape: Shape, classes: int) -> Stackable:
     """The network that ``spec`` names, e.g. ``convnet3`` or ``convnet3:width=64``, for images of ``shape``."""
     name, options = parse_spec(spec)
     entry = NETS.get(name)
-    return entry.build(shape, classes, **entry.resolve(options))
+    resolved = entry.resolve(options)
+    net = entry.build(shape, classes, **resolved)
+    net.spec = f"{entry.name}:{','.join(f'{k}={v}' for k, v in sorted(resolved.items()))}"
+    return net
 
 
 __all__ = ["NETS", "ConvNet", "FlatNet", "Stackable", "make_net"]

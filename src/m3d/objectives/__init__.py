@@ -3,5 +3,6 @@
 from m3d.objectives.base import Objective
 from m3d.objectives.features import MMD, Moment
 from m3d.objectives.gradients import CosineRows, PowerDistance
+from m3d.objectives.trajectories import EndPoint
 
-__all__ = ["MMD", "CosineRows", "Moment", "Objective", "PowerDistance"]
+__all__ = ["MMD", "CosineRows", "EndPoint", "Moment", "Objective", "PowerDistance"]
