@@ -75,6 +75,7 @@ def test_the_record_is_frozen_and_its_options_are_checked(name, tiny):
 
 @pytest.mark.parametrize("name", [n for n in NAMES if METHODS.get(n).options().get("steps")])
 def test_compiled_equals_eager_without_breaks_or_recompilation(name, tiny):
+    torch._dynamo.reset()  # every method compiles the same function, and only so many versions of one are kept
     step = first_step(name, tiny)
     compiled = torch.compile(step.loss, backend="aot_eager", fullgraph=True, dynamic=False)
     for k in range(2):

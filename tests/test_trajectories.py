@@ -98,6 +98,7 @@ def test_compiled_derivatives_of_the_rate_and_the_images_equal_eager_ones(tiny, 
     step.refill(0)
     step.pool.draw(0)
     draws = (step.lanes, step.real_index[0], step.syn_index[0], step.uniforms[0])
+    torch._dynamo.reset()
     compiled = torch.compile(step.loss, backend="aot_eager", fullgraph=True, dynamic=False)
     eager = torch.autograd.grad(step.loss(*draws).sum(), step.learned)
     assert len(eager) == 2 and eager[1].shape == ()
