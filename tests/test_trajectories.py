@@ -163,7 +163,7 @@ def test_an_expert_is_plain_training_on_real_images(tiny):
     """Two epochs of expert 1 against an SGD loop written out, with the trainer's own order."""
     net, recipe = flat_net(), Recipe(50, 16, 0.05, momentum=0.0, weight_decay=0.0)
     recorded = train_experts(net, tiny, recipe, 2, 2, 7, CPU)
-    images = Images(tiny.train.images, tiny.train.labels(), tiny.mean, tiny.std)
+    images = Images(tiny.train.images, tiny.train.labels(), tiny.normalise())
     trainer = Trainer(net, images, recipe, 1, 7, CPU, first=1)
     trainer._begin_epoch()
     flat = recorded.read(1, 0)

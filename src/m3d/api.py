@@ -135,7 +135,12 @@ class _Prepared:
             "mean": list(data.mean),
             "std": list(data.std),
             "class_names": list(data.class_names),
-            "data": {"name": data.name, "fingerprint": data.train.fingerprint, "recipe": dict(data.recipe)},
+            "data": {
+                "name": data.name,
+                "fingerprint": data.train.fingerprint,
+                "recipe": dict(data.recipe),
+                **data.transform,
+            },
             "net": request["net"],
             "seed": request["seed"],
             "steps": steps,
@@ -200,15 +205,20 @@ def load_source(
     data: str | Path | None = None,
     data_root: str | Path | None = None,
     size: int | None = None,
+    zca: bool | None = None,
 ) -> Dataset:
-    """The dataset a set was made from (and it must be unchanged), or the one named instead."""
-    if data is not None:
-        return load_data(data, data_root=data_root, size=size)
+    """The dataset a set was made from (and it must be unchanged), or the one named instead.
+
+    It is whitened if the set's was, unless ``zca`` says otherwise.
+    """
     source = condensed.manifest["data"]
+    zca = "transform" in source if zca is None else zca
+    if data is not None:
+        return load_data(data, data_root=data_root, size=size, zca=zca)
     recipe = source.get("recipe")
     if not isinstance(recipe, dict) or "source" not in recipe:
         raise M3DError("the set's manifest does not say where its data came from; name the dataset (--data)")
-    dataset = load_data(**{**recipe, **({"data_root": data_root} if data_root else {})})
+    dataset = load_data(**{**recipe, "zca": zca, **({"data_root": data_root} if data_root else {})})
     if dataset.train.fingerprint != source.get("fingerprint"):
         raise M3DError(f"{dataset.name} has changed since the set was made from it; name the data to test on (--data)")
     return dataset

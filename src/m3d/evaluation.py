@@ -264,10 +264,10 @@ def _train_and_test(
     device, began = runtime.device, time.perf_counter()
     flat_net = FlatNet(make_net(net, data.shape, data.classes), device)
     test = _images(_split_of(data, split), data, device)
-    train = Images(pixels.to(device), labels.to(device), data.mean, data.std)
+    train = Images(pixels.to(device), labels.to(device), data.normalise(device)).prepared()
     record = {
         **source,
-        "data": {"name": data.name, "fingerprint": data.train.fingerprint, "split": split},
+        "data": {"name": data.name, "fingerprint": data.train.fingerprint, "split": split, **data.transform},
         "net": net,
         "protocol": {"name": protocol.name, **asdict(recipe), "augment": str(recipe.augment)},
         "repeats": repeats,
@@ -347,4 +347,4 @@ def _split_of(data: Dataset, split: str) -> ClassData:
 
 
 def _images(part: ClassData, data: Dataset, device: torch.device) -> Images:
-    return Images(part.images.to(device), part.labels().to(device), data.mean, data.std)
+    return Images(part.images.to(device), part.labels().to(device), data.normalise(device)).prepared()

@@ -66,6 +66,7 @@ def train_experts(
         "data": data.train.fingerprint,
         "mean": list(data.mean),
         "std": list(data.std),
+        **data.transform,
         "net": net.spec,
         "recipe": {**asdict(recipe), "epochs": None, "augment": str(recipe.augment)},  # each epoch has its own file
         "seed": seed,
@@ -74,7 +75,7 @@ def train_experts(
     }
     digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:24]
     trajectories = Trajectories(cache_folder() / f"experts-{digest}", experts)
-    images = Images(data.train.images, data.train.labels(), data.mean, data.std)
+    images = Images(data.train.images, data.train.labels(), data.normalise()).prepared()
     for group in trajectories.groups():
         files = [trajectories.file(group, epoch) for epoch in range(epochs + 1)]
         there = next((epoch for epoch, file in enumerate(files) if not file.exists()), epochs + 1)

@@ -117,7 +117,7 @@ class TrainedOnSynthetic:
         with torch.no_grad():
             pixels = world.synthetic.decoded()
         labels = torch.arange(len(pixels), device=pixels.device).repeat_interleave(pixels.shape[1])
-        images = Images(pixels.flatten(0, 1).clone(), labels, world.data.mean, world.data.std)
+        images = Images(pixels.flatten(0, 1).clone(), labels, world.data.normalise())
         recipe = Recipe(1, self.batch, self.lr, momentum=0.0, weight_decay=0.0, augment=self.augment)
         trainer = Trainer(world.net, images, recipe, 1, world.seed, world.runtime)
 
@@ -140,7 +140,7 @@ class TrainedOnReal:
 
     def start(self, world: World) -> LivePool:
         train = world.data.train
-        images = Images(train.images, train.labels(), world.data.mean, world.data.std)
+        images = Images(train.images, train.labels(), world.data.normalise()).prepared()
         sample = min(self.images, len(images))
         trainer = Trainer(world.net, images, self.recipe, 1, world.seed, world.runtime, sample=sample)
         return _TrainedPool(world, self.every, 1, trainer, lambda: None)

@@ -37,8 +37,7 @@ class Step(nn.Module):
         matching = method.matching
         self.matching, self.data, self.net, self.seed, self.runtime = matching, data, net, seed, runtime
         device, classes = data.train.device, data.classes
-        mean, std = torch.tensor(data.mean, device=device), torch.tensor(data.std, device=device)
-        self.synthetic = Synthetic(pixels, method.tiles, mean, std, matching.standardised)
+        self.synthetic = Synthetic(pixels, method.tiles, data.normalise(), matching.standardised)
         # The record itself is never changed: parts that may learn are copied.
         self.objective = copy.deepcopy(matching.objective).to(device)
         self.probe = _on(copy.deepcopy(matching.probe), device)

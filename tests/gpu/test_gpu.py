@@ -10,6 +10,7 @@ from m3d.engine import Watch, condense
 from m3d.errors import Interrupted
 from m3d.methods import Task, make_method
 from m3d.nets import FlatNet, make_net
+from m3d.normalise import Normalise
 from m3d.runtime import Runtime
 from m3d.store import RunFolder
 from m3d.train import Images, Recipe, Trainer
@@ -125,7 +126,7 @@ def test_recorded_training_equals_the_cpu(mode):
     for device in ("cpu", "cuda"):
         generator = torch.Generator().manual_seed(0)
         pixels, labels = torch.rand(20, 3, 16, 16, generator=generator), torch.randint(0, 4, (20,), generator=generator)
-        images = Images(pixels.to(device), labels.to(device), (0.5,) * 3, (0.2,) * 3)
+        images = Images(pixels.to(device), labels.to(device), Normalise((0.5,) * 3, (0.2,) * 3, device=device))
         net = FlatNet(make_net(NET, (3, 16, 16), 4), device)
         runtime = Runtime.choose(device, "fp32", step_mode=mode if device == "cuda" else "eager")
         with runtime.active():
