@@ -49,6 +49,7 @@ MEANINGS = {
     "max_start": "epochs of an expert's training that a stretch may begin with",
     "moments": "1 matches means, 2 also variances, 3 also skewnesses",
     "momentum": "of the images' descent",
+    "name": "what timm calls the network",
     "network": "network trained on the whole data for its representation",
     "norm": "normalisation in every block",
     "objective": "loss: the method's own, or L_M3D in its place",

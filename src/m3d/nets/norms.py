@@ -41,13 +41,15 @@ class BatchNorm(Affine, MixesImages):
     ``FlatNet.calibrated``), so that what is said of a test image does not depend on the images tested with it.
     """
 
+    eps = 1e-5  # added to the variance
+
     def forward(self, x: Tensor) -> Tensor:
         """[n, c, h, w] for ``x`` of the same shape."""
         y = wide(x)
         if not self.reference:
-            return functional.batch_norm(y, None, None, self.weight, self.bias, training=True).to(x.dtype)
+            return functional.batch_norm(y, None, None, self.weight, self.bias, training=True, eps=self.eps).to(x.dtype)
         var, mean = torch.var_mean(y[: self.reference], dim=(0, 2, 3), correction=0)
-        return functional.batch_norm(y, mean, var, self.weight, self.bias).to(x.dtype)
+        return functional.batch_norm(y, mean, var, self.weight, self.bias, eps=self.eps).to(x.dtype)
 
 
 def norm_layer(norm: str, channels: int) -> nn.Module:
