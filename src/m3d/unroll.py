@@ -61,8 +61,8 @@ class Unroll(nn.Module):
     """θ̂ after N steps θ ← θ − α ∇ℓ(θ; mini-batch) from ``eyes.flat``, differentiable in the images and in α.
 
     ``eyes.draws`` are those of :meth:`Lessons.draw`. α is a parameter and moved by ``player``. With ``recompute`` the
-    graph of a step is not kept but made again when it is differentiated: a quarter to a third more work for the memory
-    of one step instead of N.
+    graph of a step is not kept but made again when it is differentiated: a quarter more time (20 steps of ConvNet-3
+    on a CPU) for the memory of one step instead of N.
     """
 
     def __init__(

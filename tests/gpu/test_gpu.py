@@ -10,7 +10,7 @@ from m3d.engine import Watch, condense
 from m3d.errors import Interrupted
 from m3d.methods import Task, make_method
 from m3d.nets import FlatNet, make_net
-from m3d.normalise import Normalise
+from m3d.normalise import Normalise, Zca
 from m3d.runtime import Runtime
 from m3d.store import RunFolder
 from m3d.train import Images, Recipe, Trainer
@@ -108,6 +108,26 @@ def test_fused_kernels_equal_the_plain_path_over_a_run(data, mode):
         net.net.fused = fused
         results.append(condense(method, data, net, 2, 0, Runtime.choose("cuda", "fp32", step_mode=mode)).pixels)
     assert (results[0] - results[1]).abs().max() < 2e-3
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_recorded_trajectory_matching_equals_the_cpu(data, recompute):
+    """8 float32 steps with the same experts (the cache serves both devices): loss, pixels and the learned rate."""
+    given = {"steps": 8, "syn_steps": 3, "experts": 3, "max_start": 3, "batch_syn": 5, "lr": 0.1, "lr_lr": 1e-7}
+    method = make_method("mtt", Task("tiny", data.shape, 4, 2), {**given, "recompute": recompute})[0]
+    results = []
+    for runtime in (Runtime.choose("cuda", "fp32"), Runtime.choose("cpu", "fp32")):
+        own, net = data.to(runtime.device), FlatNet(make_net(NET, data.shape, 4), runtime.device)
+        results.append(condense(method, own, net, 2, 0, runtime))
+    gpu, cpu = results
+    assert gpu.losses == pytest.approx(cpu.losses, rel=1e-2) and (gpu.pixels - cpu.pixels).abs().max() < 1e-2
+    assert gpu.learned["lr"] == pytest.approx(cpu.learned["lr"], rel=1e-3)
+
+
+def test_whitening_is_the_same_on_both_devices(data):
+    made = [Zca(data.train.images.cpu(), data.mean, data.std).on(torch.device(d)) for d in ("cuda", "cpu")]
+    for a, b in zip(*made, strict=True):
+        torch.testing.assert_close(a.cpu(), b, atol=1e-5, rtol=1e-5)
 
 
 def test_bf16_follows_float32(data):
