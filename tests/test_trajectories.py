@@ -298,6 +298,27 @@ def test_a_stopped_run_continues_bit_identically(tiny, tmp_path, monkeypatch, st
     assert resumed.learned == whole.learned and whole.learned["lr"] != pytest.approx(0.01, rel=1e-6)
 
 
+def test_a_run_killed_while_its_experts_train_is_resumed(tiny_file, tmp_path, monkeypatch):
+    """Nothing but run.json and some epochs is there; the outcome is that of a run that never stopped."""
+    options = {**TINY, "net": NET, "steps": 2}
+    monkeypatch.setenv("M3D_CACHE", str(tmp_path / "one"))
+    whole = m3d.condense(tiny_file, 2, "mtt", **options)
+    monkeypatch.setenv("M3D_CACHE", str(tmp_path / "other"))
+    original = Trainer.run
+
+    def killed(self, until):
+        if until == 3:
+            raise KeyboardInterrupt
+        original(self, until)
+
+    monkeypatch.setattr(Trainer, "run", killed)
+    with pytest.raises(KeyboardInterrupt):
+        m3d.condense(tiny_file, 2, "mtt", out=tmp_path / "run", **options)
+    assert len(list((tmp_path / "other").glob("*/*-epoch-*"))) == 3
+    monkeypatch.setattr(Trainer, "run", original)
+    assert m3d.resume(tmp_path / "run").fingerprint == whole.fingerprint
+
+
 def test_the_student_comes_nearer_and_no_real_image_is_read(tiny, monkeypatch):
     def refuse(*_):
         raise AssertionError("a real image was read")

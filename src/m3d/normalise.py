@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from m3d.errors import M3DError
 
-# Added to the covariance's eigenvalues; those of standardised CIFAR-10 run from 4e-5 to 1,372, and 771 of 3,072 exceed it.
+# Added to the covariance's eigenvalues; those of standardised CIFAR-10 run from 4e-5 to 1,372, 771 of 3,072 exceed it.
 EPSILON = 0.1
 _LARGEST = 12_288  # values of an image: a 64×64 colour image has a matrix of 600 MB
 

@@ -32,6 +32,8 @@ from m3d.unroll import Lessons, Unroll
 
 
 class _Published(NamedTuple):
+    """Settings of one dataset and IPC; ``batch_syn`` None: all images in every mini-batch."""
+
     syn_steps: int
     span: int
     max_start: int
@@ -51,8 +53,8 @@ _CIFAR100 = {
     10: _Published(20, 2, 20, 1000, 1e-5, 0.01),
     50: _Published(80, 2, 40, 1000, 1e-5, 0.01, 125),
 }
-# Pixels of all mini-batches of a step up to which their graphs are kept. ConvNet-3 in float32 keeps 2.4 KB for each on a
-# CPU (measured), which makes 10 GB; CUDA's path keeps more.
+# Pixels of all mini-batches of a step up to which their graphs are kept. ConvNet-3 in float32 keeps 2.4 KB for each on
+# a CPU (measured), which makes 10 GB; CUDA's path keeps more.
 _KEPT = 2**22
 
 
