@@ -26,6 +26,7 @@ from m3d.data import ClassData, Dataset
 from m3d.evaluation import make_protocol
 from m3d.methods import Task, make_method
 from m3d.nets import FlatNet, make_net
+from m3d.normalise import Normalise
 from m3d.runtime import Repeated, Runtime
 from m3d.step import BLOCK, Step
 from m3d.train import Images, Trainer
@@ -158,7 +159,7 @@ def measure_evaluation(runtime: Runtime, rounds: int, small: bool) -> dict[str, 
     pixels, labels = torch.rand(400, 3, 32, 32, generator=generator), torch.arange(400) % 10
     recipe = make_protocol("paper").recipe
     with runtime.active():
-        images = Images(pixels.to(device), labels.to(device), MEAN, STD)
+        images = Images(pixels.to(device), labels.to(device), Normalise(MEAN, STD, device=device))
         began = time.perf_counter()
         trainer = Trainer(FlatNet(make_net("convnet3", (3, 32, 32), 10), device), images, recipe, repeats, 0, runtime)
         trainer.run(1 if small else 4)

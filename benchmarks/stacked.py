@@ -56,8 +56,8 @@ def main() -> None:
     data, runtime = load_source(condensed), Runtime.choose(options.device)
     device = runtime.device
     pixels, labels = (x.to(device) for x in condensed.decoded())
-    train = Images(pixels, labels, data.mean, data.std)
-    test = Images(data.test.images.to(device), data.test.labels().to(device), data.mean, data.std)
+    train = Images(pixels, labels, data.normalise(device))
+    test = Images(data.test.images.to(device), data.test.labels().to(device), data.normalise(device))
     net = FlatNet(make_net(options.net, data.shape, data.classes), device)
     report: dict[str, Any] = {**runtime.describe(), "set": condensed.fingerprint, "repeats": options.repeats}
     with runtime.active():

@@ -109,7 +109,7 @@ def start(data, **options):
     net = FlatNet(make_net(NET, data.shape, data.classes))
     generator = torch.Generator().manual_seed(0)
     pixels = torch.rand(data.classes, 2, *data.shape, generator=generator)
-    synthetic = Synthetic(pixels, Tiles(1), torch.tensor(data.mean), torch.tensor(data.std))
+    synthetic = Synthetic(pixels, Tiles(1), data.normalise())
     settings = {"outer_stop": 0.04, "inner_stop": 0.03, "outer_max": 100, "inner_max": 50, "queries": 8} | options
     pool = Watched(**settings).start(World(net, data, synthetic, 0, CPU))
     return pool, synthetic

@@ -128,8 +128,8 @@ def test_training_on_real_images_reads_them_all_and_keeps_its_momentum(tiny):
 def test_the_encoder_is_trained_on_the_synthetic_images_as_they_are(tiny):
     """Three epochs of plain SGD on all 6 images against a written-out loop with the trainer's own order."""
     net = FlatNet(make_net(NET, tiny.shape, 3))
-    mean, std = torch.tensor(tiny.mean), torch.tensor(tiny.std)
-    synthetic = Synthetic(torch.rand(3, 2, 3, 8, 8, generator=torch.Generator().manual_seed(0)), Tiles(1), mean, std)
+    pixels = torch.rand(3, 2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    synthetic = Synthetic(pixels, Tiles(1), tiny.normalise())
     pool = TrainedOnSynthetic(every=3, epochs=3, batch=4).start(World(net, tiny, synthetic, 0, CPU))
     pool.draw(0)
     start = pool.parameters_flat.clone()

@@ -176,9 +176,8 @@ def test_the_loss_is_matching_plus_what_the_network_is_trusted_to_say(tiny, obje
     flat = step.pool.parameters_flat[None]
     for c in range(3):
         real = step.synthetic.normalise(tiny.train.take(step.real_index[3])[c])
-        shown = step.synthetic.normalise(
-            step.synthetic.tiles.decode(latent[c] * step.synthetic.std + step.synthetic.mean)
-        )
+        std, mean = (torch.tensor(v)[:, None, None] for v in (tiny.std, tiny.mean))
+        shown = step.synthetic.normalise(step.synthetic.tiles.decode(latent[c] * std + mean))
         a, b = step.net(flat, real[None]), step.net(flat, shown[None])
         if objective == "dm":
             matching = (a.features[0].mean(0) - b.features[0].mean(0)).square().sum()

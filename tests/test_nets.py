@@ -98,8 +98,8 @@ def test_any_image_from_8_pixels_up(name, side):
 
 
 def test_every_listed_network_builds_and_runs_flat():
-    names = NETS.names()
-    assert len(names) >= 7
+    names = [name for name in NETS.names() if name != "timm"]  # another library's, tested by itself
+    assert len(names) >= 13
     for name in names:
         net = FlatNet(make_net(name, (3, 64, 64), 5))
         seen = net(net.fresh(0, Purpose.ENCODER, torch.tensor([0]), torch.arange(2)), torch.rand(2, 3, 3, 64, 64))

@@ -5,6 +5,7 @@ import torch
 from torch.nn import functional
 
 from m3d.errors import M3DError
+from m3d.normalise import Normalise
 from m3d.synth import Synthetic, Tiles, bilinear_matrix
 
 
@@ -93,7 +94,7 @@ def test_bilinear_matrix_rows_sum_to_one():
 @pytest.mark.parametrize("standardised", [False, True])
 def test_synthetic_projects_into_the_pixel_range(standardised):
     mean, std = torch.tensor([0.4, 0.5, 0.6]), torch.tensor([0.2, 0.3, 0.1])
-    synthetic = Synthetic(stored(), Tiles(2), mean, std, standardised)
+    synthetic = Synthetic(stored(), Tiles(2), Normalise(mean.tolist(), std.tolist()), standardised)
     torch.testing.assert_close(synthetic.pixels(), stored())
     with torch.no_grad():
         synthetic.latent.add_(torch.randn_like(synthetic.latent) * 5)

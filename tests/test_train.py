@@ -10,6 +10,7 @@ from m3d.errors import M3DError
 from m3d.evaluation import PROTOCOLS, make_protocol
 from m3d.nets import FlatNet, make_net
 from m3d.nets.norms import BatchNorm
+from m3d.normalise import Normalise
 from m3d.rng import Purpose
 from m3d.runtime import Runtime
 from m3d.train import Images, Recipe, Trainer, cutmix
@@ -22,7 +23,7 @@ SHAPE16 = (3, 16, 16)
 def images(n=10, seed=0):
     generator = torch.Generator().manual_seed(seed)
     pixels = torch.rand(n, *SHAPE, generator=generator)
-    return Images(pixels, torch.randint(0, 3, (n,), generator=generator), (0.5, 0.4, 0.3), (0.2, 0.3, 0.2))
+    return Images(pixels, torch.randint(0, 3, (n,), generator=generator), Normalise((0.5, 0.4, 0.3), (0.2, 0.3, 0.2)))
 
 
 def trainer(recipe, repeats=2, n=10, seed=0):
@@ -188,7 +189,7 @@ def test_a_network_with_batch_norm_learns_and_is_measured():
 def _large(data):
     """The same images at 16 pixels."""
     pixels = functional.interpolate(data.pixels, (16, 16))
-    return Images(pixels, data.labels, (0.5, 0.4, 0.3), (0.2, 0.3, 0.2))
+    return Images(pixels, data.labels, Normalise((0.5, 0.4, 0.3), (0.2, 0.3, 0.2)))
 
 
 def test_paper_protocol_is_the_published_recipe():

@@ -108,12 +108,13 @@ class _Prepared:
         net = FlatNet(make_net(self.net, self.data.shape, self.data.classes), runtime.device)
         watch = Watch(report, folder, request["checkpoint_seconds"], self._judge, request["eval_every"])
         outcome = run_engine(self.method, on_device, net, request["ipc"], request["seed"], runtime, watch)
-        result = self._set(outcome.pixels, outcome, self.method.steps)
+        result = self._set(outcome.pixels, outcome, self.method.steps, outcome.learned)
         if folder is not None:
             if outcome.losses:
                 folder.write_history(outcome.losses)
             if outcome.best is not None:
-                self._set(outcome.best[0], outcome, outcome.best[1]).save(folder / RunFolder.BEST)
+                best = self._set(outcome.best[0], outcome, outcome.best[1], outcome.best_learned)
+                best.save(folder / RunFolder.BEST)
             result.save(folder / RunFolder.CONDENSED)
             for name in (RunFolder.CHECKPOINT, RunFolder.PREVIOUS):
                 (folder / name).unlink(missing_ok=True)
@@ -125,7 +126,9 @@ class _Prepared:
         now = self._set(pixels, None, step)
         return evaluate_set(now, self.data, net=self.net, split="val", runtime=self.runtime, **settings).mean
 
-    def _set(self, pixels: Tensor, outcome: Outcome | None, steps: int) -> CondensedSet:
+    def _set(
+        self, pixels: Tensor, outcome: Outcome | None, steps: int, learned: Mapping[str, float] | None = None
+    ) -> CondensedSet:
         request, data = self.request, self.data
         manifest: dict[str, Any] = {
             "method": request["method"],
@@ -135,13 +138,20 @@ class _Prepared:
             "mean": list(data.mean),
             "std": list(data.std),
             "class_names": list(data.class_names),
-            "data": {"name": data.name, "fingerprint": data.train.fingerprint, "recipe": dict(data.recipe)},
+            "data": {
+                "name": data.name,
+                "fingerprint": data.train.fingerprint,
+                "recipe": dict(data.recipe),
+                **data.transform,
+            },
             "net": self.net,
             "seed": request["seed"],
             "steps": steps,
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             **self.runtime.describe(),
         }
+        if learned:
+            manifest["learned"] = dict(learned)
         if outcome is not None:
             manifest |= {"seconds": round(outcome.seconds, 3), "peak_memory": self.runtime.peak_memory()}
             if outcome.losses:
@@ -199,15 +209,20 @@ def load_source(
     data: str | Path | None = None,
     data_root: str | Path | None = None,
     size: int | None = None,
+    zca: bool | None = None,
 ) -> Dataset:
-    """The dataset a set was made from (and it must be unchanged), or the one named instead."""
-    if data is not None:
-        return load_data(data, data_root=data_root, size=size)
+    """The dataset a set was made from (and it must be unchanged), or the one named instead.
+
+    It is whitened if the set's was, unless ``zca`` says otherwise.
+    """
     source = condensed.manifest["data"]
+    zca = "transform" in source if zca is None else zca
+    if data is not None:
+        return load_data(data, data_root=data_root, size=size, zca=zca)
     recipe = source.get("recipe")
     if not isinstance(recipe, dict) or "source" not in recipe:
         raise M3DError("the set's manifest does not say where its data came from; name the dataset (--data)")
-    dataset = load_data(**{**recipe, **({"data_root": data_root} if data_root else {})})
+    dataset = load_data(**{**recipe, "zca": zca, **({"data_root": data_root} if data_root else {})})
     if dataset.train.fingerprint != source.get("fingerprint"):
         raise M3DError(f"{dataset.name} has changed since the set was made from it; name the data to test on (--data)")
     return dataset

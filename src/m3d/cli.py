@@ -104,6 +104,7 @@ def condense(
     resume: Annotated[Path | None, typer.Option(help="Continue the run in this folder; takes no other option.")] = None,
     data_root: DataRoot = None,
     size: Size = None,
+    zca: Annotated[bool, typer.Option("--zca", help="Show networks ZCA-whitened images.")] = False,
     val_fraction: Annotated[float, typer.Option(help="Part of the training data held out for choices.")] = 0.0,
     eval_every: Annotated[int, typer.Option(help="Steps between measurements on the held-out part; 0: none.")] = 0,
     device: Device = "auto",
@@ -136,7 +137,7 @@ def condense(
         options[key] = value
     name = Path(data).stem if data.endswith(".npz") else Path(data).name
     folder = out or Path("runs") / f"{name}-{method}-ipc{ipc}-seed{seed}"
-    load_options = {"data_root": data_root, "size": size, "val_fraction": val_fraction}
+    load_options = {"data_root": data_root, "size": size, "val_fraction": val_fraction, "zca": zca}
     _condense(
         lambda api, report: api.condense(
             data,
@@ -210,6 +211,9 @@ def evaluate(
     seed: Seed = 0,
     data_root: DataRoot = None,
     size: Size = None,
+    zca: Annotated[
+        bool | None, typer.Option("--zca/--no-zca", help="ZCA-whitened images; default: as the set was made.")
+    ] = None,
     device: Device = "auto",
     precision: Precision = "auto",
     deterministic: Annotated[bool, typer.Option(help="Bit-reproducible on CUDA too (the CPU always is).")] = False,
@@ -229,9 +233,9 @@ def evaluate(
     runtime = Runtime.choose(device, precision, deterministic)
     condensed = None if run is None else CondensedSet.load(run)
     dataset = (
-        load_data(str(full), data_root=data_root, size=size)
+        load_data(str(full), data_root=data_root, size=size, zca=bool(zca))
         if condensed is None
-        else load_source(condensed, data, data_root, size)
+        else load_source(condensed, data, data_root, size, zca)
     )
     names = [name.strip() for name in nets.split(",")] if nets else [net]
     for name in names:

@@ -56,6 +56,8 @@ class Outcome:
     seconds: float
     best: tuple[Tensor, int, float] | None = None  # (pixels, step, validation accuracy)
     judged: list[tuple[int, float]] = field(default_factory=list)
+    learned: dict[str, float] = field(default_factory=dict)  # numbers learned beside the pixels
+    best_learned: dict[str, float] = field(default_factory=dict)  # the same when the best pixels were kept
 
 
 def condense(
@@ -88,6 +90,7 @@ class _Run:
         self.losses: list[float] = []
         self.judged: list[tuple[int, float]] = []
         self.best: tuple[Tensor, int, float] | None = None
+        self.best_learned: dict[str, float] = {}
         self._earlier_seconds = 0.0
         self.saturated_at_first = self._saturated()
         self._load()
@@ -117,7 +120,8 @@ class _Run:
                     self._flush()
                     self._save()
         self._flush()
-        return Outcome(self._pixels(), self.losses, self.seconds, self.best, self.judged)
+        learned = self.state.learned_numbers()
+        return Outcome(self._pixels(), self.losses, self.seconds, self.best, self.judged, learned, self.best_learned)
 
     def _one_step(self) -> None:
         if self.step % BLOCK == 0:
@@ -222,7 +226,7 @@ class _Run:
             raise Interrupted(self.step) from None
         self.judged.append((self.step, accuracy))
         if self.best is None or accuracy > self.best[2]:
-            self.best = (pixels, self.step, accuracy)
+            self.best, self.best_learned = (pixels, self.step, accuracy), self.state.learned_numbers()
 
     def _save_due(self) -> bool:
         return self.watch.folder is not None and time.perf_counter() - self._last_save > self.watch.checkpoint_seconds
@@ -236,7 +240,7 @@ class _Run:
         state: dict[str, Any] = {"step": self.step, "seconds": self.seconds, "judged": self.judged}
         if self.best is not None:
             tensors["best"] = self.best[0]
-            state["best"] = self.best[1:]
+            state |= {"best": self.best[1:], "best_learned": self.best_learned}
         folder.save_checkpoint(tensors, state)
         folder.write_history(self.losses)
         self._last_save = time.perf_counter()
@@ -250,6 +254,7 @@ class _Run:
         if "best" in tensors:
             step, accuracy = state["best"]
             self.best = (tensors.pop("best"), step, accuracy)
+            self.best_learned = dict(state["best_learned"])
         self.judged = [(int(s), float(a)) for s, a in state["judged"]]
         self.step, self._earlier_seconds = int(state["step"]), float(state["seconds"])
         try:

@@ -37,6 +37,7 @@ class Protocol:
     name: str
     recipe: Recipe
     checks: tuple[int, ...]
+    learned_lr: bool = False  # whether the learning rate that came with the set, if one did, replaces the recipe's
 
     def __post_init__(self) -> None:
         if not self.checks or self.checks[-1] != self.recipe.epochs or list(self.checks) != sorted(set(self.checks)):
@@ -103,6 +104,12 @@ def datadam(*, epochs: int = 1800, batch: int = 64) -> Protocol:
 def idm(*, epochs: int = 1000, batch: int = 256) -> Protocol:
     """IDM's recipe: as dsa (cutout among the augmentations, no CutMix), on the decoded images."""
     return replace(dsa(epochs=epochs, batch=batch), name="idm")
+
+
+@PROTOCOLS.register("mtt")
+def mtt(*, epochs: int = 1000, batch: int = 256) -> Protocol:
+    """MTT's recipe: as dsa, at the learning rate that was learned with the images."""
+    return replace(dsa(epochs=epochs, batch=batch), name="mtt", learned_lr=True)
 
 
 @PROTOCOLS.register("quick")
@@ -200,8 +207,19 @@ def evaluate(
         "set": condensed.fingerprint,
         "steps": condensed.manifest.get("steps"),
     }
+    protocol = make_protocol(protocol) if isinstance(protocol, str) else protocol
+    protocol = _with_learned(protocol, condensed.manifest.get("learned", {}))
     settings = _Settings(net, protocol, repeats, seed, split, runtime, report, _Saver(folder, checkpoint_seconds))
     return _train_and_test(pixels, labels, data, source, settings)
+
+
+def _with_learned(protocol: Protocol, learned: Mapping[str, float]) -> Protocol:
+    """The protocol with the set's own learning rate, where it asks for one and the set has it."""
+    if not protocol.learned_lr or "lr" not in learned:
+        return protocol
+    if not learned["lr"] > 0:
+        raise M3DError(f"the set's learned rate {learned['lr']} is not positive; use another protocol (dsa)")
+    return replace(protocol, recipe=replace(protocol.recipe, lr=learned["lr"]))
 
 
 def evaluate_whole(
@@ -252,10 +270,10 @@ def _train_and_test(
     device, began = runtime.device, time.perf_counter()
     flat_net = FlatNet(make_net(net, data.shape, data.classes), device)
     test = _images(_split_of(data, split), data, device)
-    train = Images(pixels.to(device), labels.to(device), data.mean, data.std)
+    train = Images(pixels.to(device), labels.to(device), data.normalise(device)).prepared()
     record = {
         **source,
-        "data": {"name": data.name, "fingerprint": data.train.fingerprint, "split": split},
+        "data": {"name": data.name, "fingerprint": data.train.fingerprint, "split": split, **data.transform},
         "net": net,
         "protocol": {"name": protocol.name, **asdict(recipe), "augment": str(recipe.augment)},
         "repeats": repeats,
@@ -335,4 +353,4 @@ def _split_of(data: Dataset, split: str) -> ClassData:
 
 
 def _images(part: ClassData, data: Dataset, device: torch.device) -> Images:
-    return Images(part.images.to(device), part.labels().to(device), data.mean, data.std)
+    return Images(part.images.to(device), part.labels().to(device), data.normalise(device)).prepared()

@@ -79,6 +79,7 @@ def _npz(condensed: CondensedSet, images: Tensor, labels: Tensor, destination: P
         class_names=np.array(condensed.class_names),
         mean=np.array(condensed.manifest["mean"], np.float32),
         std=np.array(condensed.manifest["std"], np.float32),
+        transform=np.array(condensed.manifest["data"].get("transform", "none")),
     )
     write_bytes(destination, buffer.getvalue())
 
@@ -93,6 +94,7 @@ def _pt(condensed: CondensedSet, images: Tensor, labels: Tensor, destination: Pa
             "class_names": condensed.class_names,
             "mean": list(condensed.manifest["mean"]),
             "std": list(condensed.manifest["std"]),
+            "transform": condensed.manifest["data"].get("transform", "none"),
         },
         buffer,
     )

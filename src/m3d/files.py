@@ -78,6 +78,16 @@ def read_tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         raise M3DError(f"{str(file)!r} is not a whole safetensors file: {error}") from error
 
 
+def read_row(file: Path, name: str, row: int) -> Tensor:
+    """Row ``row`` of the tensor ``name`` in a safetensors file; nothing else of it is read."""
+    try:
+        with safe_open(file, framework="pt") as handle:
+            part: Tensor = handle.get_slice(name)[row]
+            return part
+    except (SafetensorError, OSError, ValueError, IndexError) as error:
+        raise M3DError(f"{str(file)!r}: row {row} of {name!r} cannot be read: {error}") from error
+
+
 def write_checked(file: Path, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
     """Tensors and a JSON state in one file, with checksums."""
     plain = {k: v.detach().cpu().contiguous() for k, v in tensors.items()}

@@ -123,7 +123,7 @@ def trainer_on_synthetic(world: World, recipe: Recipe) -> tuple[Trainer, Callabl
     """(trainer of one network on the synthetic images, function that brings its images up to date)."""
     pixels = world.synthetic.decoded()
     labels = torch.arange(len(pixels), device=pixels.device).repeat_interleave(pixels.shape[1])
-    images = Images(pixels.flatten(0, 1).clone(), labels, world.data.mean, world.data.std)
+    images = Images(pixels.flatten(0, 1).clone(), labels, world.data.normalise())
 
     def refresh() -> None:
         images.pixels.copy_(world.synthetic.decoded().flatten(0, 1))
@@ -144,7 +144,7 @@ class TrainedOnReal:
 
     def start(self, world: World) -> LivePool:
         train = world.data.train
-        images = Images(train.images, train.labels(), world.data.mean, world.data.std)
+        images = Images(train.images, train.labels(), world.data.normalise()).prepared()
         sample = min(self.images, len(images))
         trainer = Trainer(world.net, images, self.recipe, 1, world.seed, world.runtime, sample=sample)
         return _TrainedPool(world, self.every, 1, trainer, lambda: None)

@@ -79,7 +79,7 @@ class LiveQueue(LivePool):
         self.register_buffer("parameters_flat", torch.zeros_like(base), persistent=False)
         self.register_buffer("trust", torch.zeros((), device=base.device), persistent=False)
         train, data = world.data.train, world.data
-        images = Images(train.images, train.labels(), data.mean, data.std)
+        images = Images(train.images, train.labels(), data.normalise()).prepared()
         self.batch = min(record.recipe.batch, len(images))
         self.trainer = Trainer(
             world.net,

@@ -37,6 +37,10 @@ class Purpose(IntEnum):
     TEACHER = 12  # initial weights of networks trained on the real data
     QUERY = 15  # real images that an encoder's accuracy is measured on
     QUEUE = 16  # which networks of a queue serve a step and which learn after it
+    EXPERT = 20  # initial weights of experts, whose training is recorded
+    SEGMENT = 21  # which stretch of which expert's training a step imitates
+    LESSON = 22  # mini-batches a student is taught with
+    LESSON_AUGMENT = 23  # their augmentation
 
 
 def philox(

@@ -37,8 +37,7 @@ class Step(nn.Module):
         matching = method.matching
         self.matching, self.data, self.net, self.seed, self.runtime = matching, data, net, seed, runtime
         device, classes = data.train.device, data.classes
-        mean, std = torch.tensor(data.mean, device=device), torch.tensor(data.std, device=device)
-        self.synthetic = Synthetic(pixels, method.tiles, mean, std, matching.standardised)
+        self.synthetic = Synthetic(pixels, method.tiles, data.normalise(), matching.standardised)
         # The record itself is never changed: parts that may learn are copied.
         self.objective = copy.deepcopy(matching.objective).to(device)
         self.probe = _on(copy.deepcopy(matching.probe), device)
@@ -70,6 +69,11 @@ class Step(nn.Module):
                 player = cast(Player, module.player)
                 self.learned.append(parameter)
                 self.players.append(player.start(parameter))
+
+    def learned_numbers(self) -> dict[str, float]:
+        """What the probe and the objective learned beside the images, where they report it."""
+        reports = [getattr(part, "learned", dict) for part in (self.probe, self.objective)]
+        return {name: float(value) for report in reports for name, value in report().items()}
 
     @torch.no_grad()
     def refill(self, step: int) -> None:

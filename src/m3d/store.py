@@ -26,6 +26,7 @@ from m3d.files import (
     write_checked,
     write_json,
 )
+from m3d.normalise import Normalise
 from m3d.synth import Tiles
 
 FORMAT = 1
@@ -64,12 +65,22 @@ class CondensedSet:
         """sha256 of the stored pixels."""
         return str(sha256(self.images))
 
-    def decoded(self, normalise: bool = False) -> tuple[Tensor, Tensor]:
-        """Full-size images [N, ch, h, w] and labels [N], N = C·ipc·factor²: what a network trains on."""
+    def decoded(self, normalise: bool | Normalise = False) -> tuple[Tensor, Tensor]:
+        """Full-size images [N, ch, h, w] and labels [N], N = C·ipc·factor²: what a network trains on.
+
+        A set of whitened data does not carry the whitening, which is larger than the images and which its user needs
+        for real images too: give the data's (``load_data(..., zca=True).normalise()``).
+        """
         images = self.tiles.decode(self.images)
-        if normalise:
-            mean, std = (torch.tensor(self.manifest[k])[:, None, None] for k in ("mean", "std"))
-            images = (images - mean) / std
+        if normalise is True:
+            if "transform" in self.manifest["data"]:
+                raise M3DError(
+                    f"the set is of data transformed by {self.manifest['data']['transform']}, which comes from the "
+                    f"data: pass normalise=load_data(..., zca=True).normalise(), or False for plain pixels"
+                )
+            normalise = Normalise(self.manifest["mean"], self.manifest["std"])
+        if normalise is not False:
+            images = normalise(images)
         return images, self.labels.repeat_interleave(self.tiles.cells)
 
     def save(self, path: str | Path) -> None:
@@ -117,7 +128,7 @@ class CondensedSet:
 class CondensedDataset(TorchDataset[tuple[Tensor, int]]):
     """A torch ``Dataset`` of decoded images (normalised unless asked otherwise) and integer labels."""
 
-    def __init__(self, path: str | Path | CondensedSet, normalise: bool = True):
+    def __init__(self, path: str | Path | CondensedSet, normalise: bool | Normalise = True):
         condensed = path if isinstance(path, CondensedSet) else CondensedSet.load(path)
         self.images, self.labels = condensed.decoded(normalise)
         self.classes = condensed.class_names

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from m3d.errors import M3DError
+from m3d.normalise import Normalise
 
 
 @dataclass(frozen=True)
@@ -82,25 +83,16 @@ def bilinear_matrix(target: int, source: int, device: torch.device | str = "cpu"
 class Synthetic(nn.Module):
     """The learned pixels [C, ipc, ch, h, w] and their decoder."""
 
-    def __init__(self, pixels: Tensor, tiles: Tiles, mean: Tensor, std: Tensor, standardised: bool = False):
-        """``pixels`` in [0, 1]; ``mean`` and ``std`` [ch]. With ``standardised`` the optimiser moves (x − mean) / std,
-        in which some methods state their learning rates; otherwise plain pixels."""
+    def __init__(self, pixels: Tensor, tiles: Tiles, normalise: Normalise, standardised: bool = False):
+        """``pixels`` in [0, 1]. With ``standardised`` the optimiser moves normalised pixels, in which some methods
+        state their learning rates; otherwise plain ones."""
         super().__init__()
-        self.tiles = tiles
-        self.mean: Tensor
-        self.std: Tensor
-        self.register_buffer("mean", mean[:, None, None], persistent=False)
-        self.register_buffer("std", std[:, None, None], persistent=False)
-        self.standardised = standardised
-        self.latent = nn.Parameter(self.normalise(pixels) if standardised else pixels.clone())
-
-    def normalise(self, pixels: Tensor) -> Tensor:
-        """Pixels in [0, 1] as networks take them."""
-        return (pixels - self.mean) / self.std
+        self.tiles, self.normalise, self.standardised = tiles, normalise, standardised
+        self.latent = nn.Parameter(normalise(pixels) if standardised else pixels.clone())
 
     def pixels(self) -> Tensor:
         """[C, ipc, ch, h, w] in [0, 1]."""
-        return self.latent * self.std + self.mean if self.standardised else self.latent
+        return self.normalise.inverse(self.latent) if self.standardised else self.latent
 
     def decoded(self) -> Tensor:
         """[C, ipc·l², ch, h, w] in [0, 1]: as a network is trained on them, before normalisation."""
@@ -108,13 +100,13 @@ class Synthetic(nn.Module):
 
     def forward(self, classes: Tensor) -> Tensor:
         """[c, ipc·l², ch, h, w]: the images of ``classes`` [c], decoded and normalised."""
-        return self.normalise(self.tiles.decode(self.pixels()[classes]))
+        images: Tensor = self.normalise(self.tiles.decode(self.pixels()[classes]))
+        return images
 
     @torch.no_grad()
     def project_(self) -> None:
         """Bring every pixel back into [0, 1]."""
         if self.standardised:
-            low, high = self.normalise(torch.zeros_like(self.mean)), self.normalise(torch.ones_like(self.mean))
-            self.latent.copy_(torch.minimum(torch.maximum(self.latent, low), high))
+            self.normalise.clamp_(self.latent)
         else:
             self.latent.clamp_(0, 1)

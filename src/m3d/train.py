@@ -18,6 +18,7 @@ from m3d import rng
 from m3d.augment import UNIFORMS, Augment
 from m3d.errors import M3DError
 from m3d.nets.flat import FlatNet
+from m3d.normalise import Normalise
 from m3d.runtime import Repeated, Runtime, pick
 
 _REFERENCE = 1024  # training images that give batch norms their statistics in a test
@@ -53,10 +54,9 @@ class Recipe:
 class Images:
     """Labelled images on the device, uint8 or float pixels in [0, 1], normalised when taken."""
 
-    def __init__(self, pixels: Tensor, labels: Tensor, mean: tuple[float, ...], std: tuple[float, ...]):
-        self.pixels, self.labels = pixels, labels  # [N, ch, h, w], [N]
-        self.mean = torch.tensor(mean, device=pixels.device)[:, None, None]
-        self.std = torch.tensor(std, device=pixels.device)[:, None, None]
+    def __init__(self, pixels: Tensor, labels: Tensor, normalise: Normalise | None):
+        """``normalise`` None: ``pixels`` are normalised already."""
+        self.pixels, self.labels, self.normalise = pixels, labels, normalise  # [N, ch, h, w], [N]
 
     def __len__(self) -> int:
         return len(self.pixels)
@@ -65,7 +65,14 @@ class Images:
         """Normalised float32 images [..., ch, h, w] for ``index`` [...]."""
         pixels = self.pixels[index]
         pixels = pixels.float() / 255 if pixels.dtype == torch.uint8 else pixels
-        return (pixels - self.mean) / self.std
+        return pixels if self.normalise is None else self.normalise(pixels)
+
+    def prepared(self) -> Images:
+        """The same images, for reading many times: whitened once, where they are whitened (4 bytes a value)."""
+        if self.normalise is None or self.normalise.whitening is None:
+            return self
+        parts = torch.arange(len(self), device=self.pixels.device).split(1000)
+        return Images(torch.cat([self.take(part) for part in parts]), self.labels, None)
 
 
 class Trainer:

@@ -62,6 +62,7 @@ def trained_networks(data: Dataset, spec: str, recipe: Recipe, repeats: int, see
         "repeats": repeats,
         "seed": seed,
         "precision": runtime.precision,
+        **data.transform,
     }
     path = cache_folder() / f"{hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:24]}.safetensors"
     initial = net.fresh(seed, rng.Purpose.TEACHER, _zero(runtime), torch.arange(repeats, device=runtime.device))
@@ -69,7 +70,7 @@ def trained_networks(data: Dataset, spec: str, recipe: Recipe, repeats: int, see
         tensors, _ = read_checked(path)
         return Trained(net, initial, tensors["final"].to(runtime.device))
     log.info("training %d %s for %d epochs on %s", repeats, spec, recipe.epochs, data.name)
-    images = Images(data.train.images.to(runtime.device), data.train.labels().to(runtime.device), data.mean, data.std)
+    images = _images(data, runtime)
     with runtime.active():
         trainer = Trainer(net, images, recipe, repeats, seed, runtime)
         with torch.no_grad():
@@ -89,6 +90,11 @@ def cache_folder() -> Path:
     return Path(given) if given else Path.home() / ".cache" / "m3d" / "networks"
 
 
+def _images(data: Dataset, runtime: Runtime) -> Images:
+    train = data.train.to(runtime.device)
+    return Images(train.images, train.labels(), data.normalise(runtime.device)).prepared()
+
+
 def _zero(runtime: Runtime) -> Tensor:
     return torch.zeros(1, dtype=torch.long, device=runtime.device)
 
@@ -96,7 +102,7 @@ def _zero(runtime: Runtime) -> Tensor:
 @torch.no_grad()
 def representations(trained: Trained, data: Dataset, runtime: Runtime, chunk: int = 1000) -> Tensor:
     """[N, d] float32: the first network's representation of every training image, in the data's order."""
-    images = Images(data.train.images.to(runtime.device), data.train.labels().to(runtime.device), data.mean, data.std)
+    images = _images(data, runtime)
     with runtime.active():
         parts = [
             trained.net(trained.final[:1], images.take(index)[None], runtime.dtype).features[0]

@@ -73,7 +73,7 @@ class _WatchedPool(LivePool):
         self.slot = torch.zeros_like(self.step)
         labels = torch.arange(classes, device=device).repeat_interleave(queries)
         pixels = self.data.images.new_zeros(classes * queries, *self.data.shape)
-        self.asked = Images(pixels, labels, world.data.mean, world.data.std)
+        self.asked = Images(pixels, labels, world.data.normalise())
         self.accuracy = torch.zeros(1, dtype=torch.float64, device=device)  # the latest
         self.inner = torch.zeros_like(self.accuracies)  # after the latest epochs of this step
         self._choose, self._ask = (Repeated(f, world.runtime) for f in (self._draw_queries, self._measure))

@@ -10,6 +10,7 @@ from m3d.engine import Watch, condense
 from m3d.errors import Interrupted
 from m3d.methods import Task, make_method
 from m3d.nets import FlatNet, make_net
+from m3d.normalise import Normalise, Zca
 from m3d.runtime import Runtime
 from m3d.store import RunFolder
 from m3d.train import Images, Recipe, Trainer
@@ -109,6 +110,26 @@ def test_fused_kernels_equal_the_plain_path_over_a_run(data, mode):
     assert (results[0] - results[1]).abs().max() < 2e-3
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+def test_recorded_trajectory_matching_equals_the_cpu(data, recompute):
+    """8 float32 steps with the same experts (the cache serves both devices): loss, pixels and the learned rate."""
+    given = {"steps": 8, "syn_steps": 3, "experts": 3, "max_start": 3, "batch_syn": 5, "lr": 0.1, "lr_lr": 1e-7}
+    method = make_method("mtt", Task("tiny", data.shape, 4, 2), {**given, "recompute": recompute})[0]
+    results = []
+    for runtime in (Runtime.choose("cuda", "fp32"), Runtime.choose("cpu", "fp32")):
+        own, net = data.to(runtime.device), FlatNet(make_net(NET, data.shape, 4), runtime.device)
+        results.append(condense(method, own, net, 2, 0, runtime))
+    gpu, cpu = results
+    assert gpu.losses == pytest.approx(cpu.losses, rel=1e-2) and (gpu.pixels - cpu.pixels).abs().max() < 1e-2
+    assert gpu.learned["lr"] == pytest.approx(cpu.learned["lr"], rel=1e-3)
+
+
+def test_whitening_is_the_same_on_both_devices(data):
+    made = [Zca(data.train.images.cpu(), data.mean, data.std).on(torch.device(d)) for d in ("cuda", "cpu")]
+    for a, b in zip(*made, strict=True):
+        torch.testing.assert_close(a.cpu(), b, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize(("precision", "tolerance"), [("bf16", 0.05), ("fp16", 0.01), ("tf32", 0.01)])
 def test_lower_precision_follows_float32(data, precision, tolerance):
     losses = [run(data, Runtime.choose("cuda", p)).losses for p in ("fp32", precision)]
@@ -120,7 +141,7 @@ def test_one_process_may_condense_and_evaluate_many_times(data):
     """Recordings of earlier runs stay out of the way of later ones, whatever sizes came between."""
     for k in range(6):
         run(data, Runtime.choose("cuda", "fp16"), steps=8, batch_real=8 + 8 * (k % 2))
-        images = Images(data.train.images, data.train.labels(), data.mean, data.std)
+        images = Images(data.train.images, data.train.labels(), data.normalise())
         net = FlatNet(make_net(NET, data.shape, data.classes), "cuda")
         Trainer(net, images, Recipe(epochs=1, batch=32 + k, lr=0.01), 2, 0, Runtime.choose("cuda")).run(1)
 
@@ -135,7 +156,7 @@ def test_recorded_training_equals_the_cpu(mode):
     for device in ("cpu", "cuda"):
         generator = torch.Generator().manual_seed(0)
         pixels, labels = torch.rand(20, 3, 16, 16, generator=generator), torch.randint(0, 4, (20,), generator=generator)
-        images = Images(pixels.to(device), labels.to(device), (0.5,) * 3, (0.2,) * 3)
+        images = Images(pixels.to(device), labels.to(device), Normalise((0.5,) * 3, (0.2,) * 3, device=device))
         net = FlatNet(make_net(NET, (3, 16, 16), 4), device)
         runtime = Runtime.choose(device, "fp32", step_mode=mode if device == "cuda" else "eager")
         with runtime.active():

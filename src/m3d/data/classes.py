@@ -14,6 +14,7 @@ from torch import Tensor
 
 from m3d import rng
 from m3d.errors import M3DError
+from m3d.normalise import Normalise, Zca
 
 
 class ClassData:
@@ -129,6 +130,7 @@ class Dataset:
     mirror: bool = True  # whether a mirrored image still shows its class (not so for digits)
     val: ClassData | None = None  # the held-out part of the training data, if one was asked for
     recipe: Mapping[str, Any] = field(default_factory=dict)  # arguments that load this dataset again
+    zca: Zca | None = None  # the whitening that follows standardisation, if one was asked for
 
     @property
     def classes(self) -> int:
@@ -137,6 +139,16 @@ class Dataset:
     @property
     def shape(self) -> tuple[int, int, int]:
         return self.train.shape
+
+    @property
+    def transform(self) -> dict[str, str]:
+        """What happens to images beside standardisation, as an entry of records and of cache keys; empty: nothing."""
+        return {} if self.zca is None else {"transform": str(self.zca)}
+
+    def normalise(self, device: torch.device | None = None) -> Normalise:
+        """How pixels of this dataset become what networks take, on ``device`` (None: where the images are)."""
+        device = self.train.device if device is None else device
+        return Normalise(self.mean, self.std, None if self.zca is None else self.zca.on(device), device)
 
     def to(self, device: torch.device | str) -> Dataset:
         val = None if self.val is None else self.val.to(device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from m3d.data.classes import ClassData, Dataset, channel_statistics
 from m3d.data.official import Record
 from m3d.data.readers import Arrays
 from m3d.errors import M3DError, unknown
+from m3d.normalise import Zca
 
 
 def load_data(
@@ -22,6 +24,7 @@ def load_data(
     size: int | None = None,
     val_fraction: float = 0.0,
     split_seed: int = 0,
+    zca: bool = False,
     download: bool = True,
 ) -> Dataset:
     """The dataset of that name, or the one in that image folder or .npz file.
@@ -29,7 +32,8 @@ def load_data(
     A name wins over a file of that name (write ``./cifar10`` for the file); a ``Path`` is always a path. The files of a
     named dataset are looked for below ``data_root`` (or ``$M3D_DATA``, or ``~/.cache/m3d``) and, if they are not
     there, downloaded to it. ``size`` brings images to ``size``×``size``. Mean and deviation are those of the whole
-    training split, whether or not a part of it is then held out for validation.
+    training split, whether or not a part of it is then held out for validation. With ``zca`` networks see images
+    whitened by that split's covariance (:class:`m3d.normalise.Zca`); pixels stay as they are.
     """
     if size is not None and size < 1:
         raise M3DError(f"size={size} is not valid; allowed: 1 or more")
@@ -47,6 +51,9 @@ def load_data(
         dataset = _from_arrays(arrays, record, record.name, size, recipe)
     else:
         dataset = _from_path(Path(recipe["source"]), size, recipe)
+    if zca:
+        whitening = Zca(dataset.train.images, dataset.mean, dataset.std)
+        dataset = replace(dataset, zca=whitening, recipe={**recipe, "zca": True})
     return dataset.hold_out(val_fraction, split_seed)
 
 

@@ -6,9 +6,10 @@ from m3d.nets.convnet import ConvNet, NormName
 from m3d.nets.densenet import DenseNet
 from m3d.nets.flat import FlatNet, Stackable
 from m3d.nets.norms import AnyNorm, BlockNorm
+from m3d.nets.outside import timm_net
 from m3d.nets.plain import alexnet, vgg11
 from m3d.nets.resnet import resnet, resnet_ap
-from m3d.registry import Registry, parse_spec
+from m3d.registry import Registry, canonical, parse_spec
 
 NETS: Registry[Stackable] = Registry("network")
 
@@ -71,11 +72,26 @@ def _vgg11(shape: Shape, classes: int, *, norm: BlockNorm = "instance") -> Stack
     return vgg11(shape, classes, norm)
 
 
+@NETS.register("timm")
+def _timm(shape: Shape, classes: int, *, name: str = "resnet18") -> Stackable:
+    """Any convolutional network of the library timm by its name there: ``timm:resnet18``; started as PyTorch does."""
+    return timm_net(shape, classes, name)
+
+
 def make_net(spec: str, shape: Shape, classes: int) -> Stackable:
-    """The network that ``spec`` names, e.g. ``convnet3`` or ``convnet3:width=64``, for images of ``shape``."""
+    """The network that ``spec`` names, e.g. ``convnet3`` or ``convnet3:width=64``, for images of ``shape``.
+
+    ``timm:NAME`` is short for ``timm:name=NAME``.
+    """
+    name, colon, rest = spec.partition(":")
+    if canonical(name) == "timm" and colon and "=" not in rest:
+        spec = f"{name}:name={rest}"
     name, options = parse_spec(spec)
     entry = NETS.get(name)
-    return entry.build(shape, classes, **entry.resolve(options))
+    resolved = entry.resolve(options)
+    net = entry.build(shape, classes, **resolved)
+    net.spec = f"{entry.name}:{','.join(f'{k}={v}' for k, v in sorted(resolved.items()))}"
+    return net
 
 
 __all__ = ["NETS", "ConvNet", "FlatNet", "Stackable", "make_net"]

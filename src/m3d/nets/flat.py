@@ -29,6 +29,8 @@ class Law(NamedTuple):
 class Stackable(nn.Module):
     """A network that can run many copies of itself side by side: the contract of everything in ``m3d.nets``."""
 
+    spec = ""  # the name and all options it was made by, where it was: equal for equal networks
+
     def stacked(self, p: Mapping[str, Tensor], images: Tensor, dtype: torch.dtype, maps: bool = False) -> Seen:
         """What R networks, with parameters ``p`` [R, ...], see in ``images`` [R, n, ch, h, w]; block maps if asked."""
         raise NotImplementedError(f"{type(self).__name__} must define stacked(p, images, dtype, maps)")
@@ -53,6 +55,7 @@ class FlatNet:
         if any(True for _ in net.buffers()):
             raise M3DError(f"{type(net).__name__} has buffers (running statistics); only parameters can be kept flat")
         self.net: Stackable = net.to("meta")  # the module is only a recipe: its own storage is never used
+        self.spec = net.spec
         self.names = [name for name, _ in net.named_parameters()]
         self.shapes = [p.shape for _, p in net.named_parameters()]
         self.sizes = [s.numel() for s in self.shapes]

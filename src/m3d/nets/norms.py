@@ -41,17 +41,19 @@ class BatchNorm(Affine, MixesImages):
     ``FlatNet.calibrated``), so that what is said of a test image does not depend on the images tested with it.
     """
 
+    eps = 1e-5  # added to the variance
+
     def forward(self, x: Tensor) -> Tensor:
         """[n, c, h, w] for ``x`` of the same shape."""
-        return batch_norm(wide(x), self.weight, self.bias, self.reference).to(x.dtype)
+        return batch_norm(wide(x), self.weight, self.bias, self.reference, self.eps).to(x.dtype)
 
 
-def batch_norm(x: Tensor, gain: Tensor, shift: Tensor, reference: int = 0) -> Tensor:
+def batch_norm(x: Tensor, gain: Tensor, shift: Tensor, reference: int = 0, eps: float = 1e-5) -> Tensor:
     """[n, c, h, w]: ``x`` by the mean and variance of its first ``reference`` images (0: all), gain and shift [c]."""
     if not reference:
-        return functional.batch_norm(x, None, None, gain, shift, training=True)
+        return functional.batch_norm(x, None, None, gain, shift, training=True, eps=eps)
     var, mean = torch.var_mean(x[:reference], dim=(0, 2, 3), correction=0)
-    return functional.batch_norm(x, mean, var, gain, shift)
+    return functional.batch_norm(x, mean, var, gain, shift, eps=eps)
 
 
 def norm_layer(norm: str, channels: int) -> nn.Module:

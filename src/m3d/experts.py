@@ -1,0 +1,198 @@
+"""Experts: networks whose training on the real data is recorded epoch by epoch, and the pool that shows parts of it.
+
+Experts are trained a group at a time and written down after every epoch, one file per group and epoch, in the cache of
+:mod:`m3d.trained`. Their rate is constant and they have no momentum, so a file is all that training needs to go on: a
+killed session loses at most an epoch, and more epochs or more experts are added to those that are there. Files are read
+a row at a time, so memory holds no more than a step needs (the system keeps what fits).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from m3d import rng
+from m3d.data.classes import Dataset
+from m3d.errors import M3DError
+from m3d.files import read_checked, read_row, write_checked
+from m3d.nets.flat import FlatNet
+from m3d.pools import LivePool, World
+from m3d.runtime import Runtime
+from m3d.train import Images, Recipe, Trainer
+from m3d.trained import cache_folder
+from m3d.types import Eyes, Segment
+from m3d.unroll import Lessons
+
+log = logging.getLogger(__name__)
+GROUP = 10  # experts trained side by side and kept in one file: 2,560 images a step fill a GPU
+
+
+@dataclass(frozen=True)
+class Trajectories:
+    """The recorded training of experts 0, 1, …: their parameters after every epoch, on disk."""
+
+    folder: Path
+    experts: int
+
+    def groups(self) -> list[range]:
+        return [range(first, min(first + GROUP, self.experts)) for first in range(0, self.experts, GROUP)]
+
+    def file(self, group: range, epoch: int) -> Path:
+        return self.folder / f"experts-{group[0]}-{group[-1]}-epoch-{epoch}.safetensors"
+
+    def read(self, expert: int, epoch: int) -> Tensor:
+        """[P], on the CPU: the expert's parameters after ``epoch`` epochs (0: as it began)."""
+        group = self.groups()[expert // GROUP]
+        return read_row(self.file(group, epoch), "flat", expert - group[0])
+
+
+def train_experts(
+    net: FlatNet, data: Dataset, recipe: Recipe, experts: int, epochs: int, seed: int, runtime: Runtime
+) -> Trajectories:
+    """Experts with ``epochs`` recorded epochs each; those in the cache are checked and taken, the rest trained."""
+    if recipe.momentum or recipe.milestones:
+        raise M3DError("experts are trained without momentum and at a constant rate; the recipe has one of them")
+    if not net.spec:
+        raise M3DError("experts are kept by their network's name; this one has none, make it by make_net")
+    if not data.mirror:
+        recipe = replace(recipe, augment=recipe.augment.without("flip"))
+    asked = {
+        "data": data.train.fingerprint,
+        "mean": list(data.mean),
+        "std": list(data.std),
+        **data.transform,
+        "net": net.spec,
+        "recipe": {**asdict(recipe), "epochs": None, "augment": str(recipe.augment)},  # each epoch has its own file
+        "seed": seed,
+        "precision": runtime.precision,
+        "deterministic": runtime.deterministic,
+    }
+    digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:24]
+    trajectories = Trajectories(cache_folder() / f"experts-{digest}", experts)
+    images = Images(data.train.images, data.train.labels(), data.normalise()).prepared()
+    for group in trajectories.groups():
+        files = [trajectories.file(group, epoch) for epoch in range(epochs + 1)]
+        there = next((epoch for epoch, file in enumerate(files) if not file.exists()), epochs + 1)
+        for file in files[:there]:
+            _checked(file, (len(group), net.size))
+        if there <= epochs:
+            trainer = Trainer(net, images, recipe, len(group), seed, runtime, first=group[0])
+            _train(trainer, files, there, asked)
+    return trajectories
+
+
+def _checked(file: Path, shape: tuple[int, int]) -> Tensor:
+    """[experts, P] of a whole file."""
+    try:
+        flat = read_checked(file)[0]["flat"]
+    except (M3DError, KeyError) as error:
+        raise M3DError(f"{error}; delete it to train these experts again") from error
+    if flat.shape != shape:
+        raise M3DError(f"{str(file)!r} holds {list(flat.shape)} parameters, expected {list(shape)}; delete it")
+    return flat
+
+
+def _train(trainer: Trainer, files: list[Path], there: int, asked: dict[str, object]) -> None:
+    """Train a group on from its last recorded epoch (``there`` − 1), and write down every further one."""
+    net, lanes = trainer.net, trainer.lanes
+    log.info("training experts %d to %d, epochs %d to %d", lanes[0], lanes[-1], there, len(files) - 1)
+    if there == 0:
+        flat = net.fresh(trainer.seed, rng.Purpose.EXPERT, lanes.new_zeros(1), lanes)
+        write_checked(files[0], {"flat": flat}, asked)
+        there = 1
+    else:
+        flat = _checked(files[there - 1], (len(lanes), net.size))
+    trainer.load({"flat": flat, "velocity": torch.zeros_like(flat), "epoch": torch.tensor(there - 1)})
+    for epoch in range(there, len(files)):
+        trainer.run(epoch)
+        if not bool(torch.isfinite(trainer.flat).all()):
+            raise M3DError(f"an expert's weights are not finite after epoch {epoch}; try --precision fp32")
+        write_checked(files[epoch], {"flat": trainer.flat}, asked)
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Each step another stretch of another expert: epochs t to t + ``span``, t uniform below ``max_start``.
+
+    Experts come in shuffled passes over them all. Only epochs that can be shown are trained and kept; the recipe's own
+    number of epochs is the most there may be.
+    """
+
+    recipe: Recipe
+    lessons: Lessons
+    experts: int = 100
+    span: int = 2
+    max_start: int = 20
+
+    def __post_init__(self) -> None:
+        for name, value in (("experts", self.experts), ("span", self.span), ("max_start", self.max_start)):
+            if value < 1:
+                raise M3DError(f"{name}={value} is not valid; allowed: 1 and more")
+        if self.needed > self.recipe.epochs:
+            raise M3DError(
+                f"max_start={self.max_start} and span={self.span} reach epoch {self.needed}, but experts are trained "
+                f"for {self.recipe.epochs}; raise expert_epochs"
+            )
+
+    @property
+    def needed(self) -> int:
+        """The last epoch that a step may look at."""
+        return self.max_start - 1 + self.span
+
+    def start(self, world: World) -> LivePool:
+        trajectories = train_experts(
+            world.net, world.data, self.recipe, self.experts, self.needed, world.seed, world.runtime
+        )
+        return _ExpertPool(self, world, trajectories)
+
+
+class _ExpertPool(LivePool):
+    """A start, an end and the lessons between; all of it a function of (seed, step), so nothing is saved."""
+
+    end: Tensor  # [P]
+    orders: Tensor  # [N, b]
+    uniforms: Tensor  # [N, b, UNIFORMS]
+
+    def __init__(self, record: Experts, world: World, trajectories: Trajectories):
+        super().__init__()
+        self.record, self.seed, self.trajectories = record, world.seed, trajectories
+        classes, ipc = world.synthetic.latent.shape[:2]
+        self.images = classes * ipc * world.synthetic.tiles.cells
+        orders, uniforms = record.lessons.draw(self.seed, 0, self.images, world.net.base.device)
+        for name, value in (
+            ("parameters_flat", torch.zeros_like(world.net.base)),
+            ("end", torch.zeros_like(world.net.base)),
+            ("orders", orders),
+            ("uniforms", uniforms),
+        ):
+            self.register_buffer(name, value, persistent=False)
+
+    def eyes(self) -> Eyes:
+        goal = Segment(self.parameters_flat, self.end)
+        return Eyes(self.parameters_flat, goal=goal, draws=(self.orders, self.uniforms))
+
+    def due(self, step: int) -> bool:
+        return True
+
+    def stretch(self, step: int) -> tuple[int, int]:
+        """(expert, first epoch) of this step, worked out on the host, which reads the files."""
+        lane = torch.zeros(1, dtype=torch.long)
+        position = torch.full((1, 1, 1), step)
+        expert = rng.shuffled(self.seed, rng.Purpose.SEGMENT, position, lane, lane + self.record.experts)
+        first = rng.bits(self.seed, rng.Purpose.SEGMENT, lane + step, lane + 1, 1) % self.record.max_start
+        return int(expert), int(first)
+
+    @torch.no_grad()
+    def draw(self, step: int) -> None:
+        expert, first = self.stretch(step)
+        self.parameters_flat.copy_(self.trajectories.read(expert, first))
+        self.end.copy_(self.trajectories.read(expert, first + self.record.span))
+        orders, uniforms = self.record.lessons.draw(self.seed, step, self.images, self.orders.device)
+        self.orders.copy_(orders)
+        self.uniforms.copy_(uniforms)
