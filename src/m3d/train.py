@@ -18,6 +18,8 @@ from m3d import rng
 from m3d.augment import UNIFORMS, Augment
 from m3d.errors import M3DError
 from m3d.nets.flat import FlatNet
+from m3d.photo import UNIFORMS as PHOTO_UNIFORMS
+from m3d.photo import Photo
 from m3d.runtime import Repeated, Runtime, pick
 
 _REFERENCE = 1024  # training images that give batch norms their statistics in a test
@@ -38,6 +40,7 @@ class Recipe:
     fresh_momentum: bool = False  # whether the momentum starts from zero at a milestone
     augment: Augment = field(default_factory=Augment)  # drawn for every image; one_of is decided once per batch
     cutmix: float = 0.0  # probability of CutMix per batch
+    photo: Photo | None = None  # what is done to photographs first, before they are normalised
 
     def __post_init__(self) -> None:
         if self.epochs < 1 or self.batch < 1:
@@ -63,8 +66,14 @@ class Images:
 
     def take(self, index: Tensor) -> Tensor:
         """Normalised float32 images [..., ch, h, w] for ``index`` [...]."""
+        return self.normalise(self.plain(index))
+
+    def plain(self, index: Tensor) -> Tensor:
+        """Float32 pixels in [0, 1] for ``index``."""
         pixels = self.pixels[index]
-        pixels = pixels.float() / 255 if pixels.dtype == torch.uint8 else pixels
+        return pixels.float() / 255 if pixels.dtype == torch.uint8 else pixels
+
+    def normalise(self, pixels: Tensor) -> Tensor:
         return (pixels - self.mean) / self.std
 
 
@@ -101,6 +110,7 @@ class Trainer:
         self.slot = torch.zeros(1, dtype=torch.long, device=device)
         self.index = torch.zeros(block, repeats, self.batch, dtype=torch.long, device=device)
         self.uniforms = torch.zeros(block, repeats, self.batch, UNIFORMS, device=device)
+        self.photo = torch.zeros(block, repeats, self.batch, PHOTO_UNIFORMS if recipe.photo else 0, device=device)
         self.mix = torch.zeros(block, repeats, 4, device=device)
         self.partner = torch.zeros(block, repeats, self.batch, dtype=torch.long, device=device)
         self._steps: dict[int, Repeated] = {}  # by batch size: the last batch of an epoch may be smaller
@@ -148,8 +158,10 @@ class Trainer:
         padded = functional.pad(order, (0, k * self.batch - n)).unflatten(-1, (k, self.batch))
         self.index.copy_(padded.movedim(2, 1).flatten(0, 1))
         steps = torch.arange(epoch * k, (epoch + self.epochs_per_block) * k, device=device)
-        draws = rng.uniform(self.seed, rng.Purpose.TRAIN_AUGMENT, steps, self.lanes, self.batch * UNIFORMS)
-        self.uniforms.copy_(draws.unflatten(-1, (self.batch, UNIFORMS)))
+        usual, more = self.batch * UNIFORMS, self.batch * self.photo.shape[-1]
+        draws = rng.uniform(self.seed, rng.Purpose.TRAIN_AUGMENT, steps, self.lanes, usual + more)
+        self.uniforms.copy_(draws[..., :usual].unflatten(-1, (self.batch, UNIFORMS)))
+        self.photo.copy_(draws[..., usual:].unflatten(-1, self.photo.shape[-2:]))
         self.uniforms[..., 0] = self.uniforms[..., :1, 0]  # one choice of operation per network and batch
         self.mix.copy_(rng.uniform(self.seed, rng.Purpose.CUTMIX, steps, self.lanes, 4))
         self.partner.copy_(rng.bits(self.seed, rng.Purpose.PARTNER, steps, self.lanes, self.batch))
@@ -173,8 +185,12 @@ class Trainer:
     def _batch(self, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(images [R, b, ...], labels [R, b], CutMix partners' labels [R, b], share of the first label [R])."""
         index = pick(self.index, self.slot)[:, :size]
-        images = self.images.take(index)
+        images = self.images.plain(index)
         shape = images.shape
+        if self.recipe.photo is not None:
+            photo = pick(self.photo, self.slot)[:, :size].flatten(0, 1)
+            images = self.recipe.photo(images.flatten(0, 1), photo).view(shape)
+        images = self.images.normalise(images)
         augment, u = self.recipe.augment, pick(self.uniforms, self.slot)[:, :size].flatten(0, 1)
         parameters = augment.parameters(u, (shape[-2], shape[-1]))
         images = augment.apply(images.flatten(0, 1)[:, None], parameters).view(shape)
