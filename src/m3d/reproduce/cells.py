@@ -79,8 +79,10 @@ class Source:
     @property
     def steps(self) -> int:
         """The steps it takes: its own, else its method's."""
-        usual = STEPS[self.method] * (self.ipc if self.method in _PER_IMAGE else 1)
-        return int(dict(self.options).get("steps", usual))
+        given = dict(self.options).get("steps")
+        if given is not None:
+            return int(given)
+        return STEPS[self.method] * (self.ipc if self.method in _PER_IMAGE else 1)
 
 
 @dataclass(frozen=True)
