@@ -401,12 +401,15 @@ def reproduce(
     time_limit: Annotated[
         float | None, typer.Option(help="Seconds after which to stop; the same command goes on later.")
     ] = None,
+    again: Annotated[
+        bool, typer.Option("--again", help="Remove what was made of these cells and make them again.")
+    ] = False,
     data_root: DataRoot = None,
     device: Device = "auto",
     precision: Precision = "auto",
     deterministic: Annotated[bool, typer.Option(help="Bit-reproducible on CUDA too (the CPU always is).")] = False,
     checkpoint_seconds: Annotated[float, typer.Option(help="Seconds between checkpoints.")] = 60.0,
-    as_json: Json = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, a record per cell, instead of text.")] = False,
 ) -> None:
     """Make a table or figure of the paper: our numbers beside the published ones."""
     from m3d.reproduce.cells import Overrides
@@ -414,14 +417,14 @@ def reproduce(
 
     overrides = Overrides(steps, epochs, repeats, precision, deterministic)
     request = Request(name, cell, out, overrides, as_json)
-    if dry_run and render:
-        raise M3DError("--dry-run and --render: give one of them")
+    if dry_run + render + again > 1:
+        raise M3DError("--dry-run, --render and --again: give one of them")
     if dry_run:
         request.plan()
     elif render:
         request.render()
     else:
-        request.run(data_root, device, checkpoint_seconds, time_limit)
+        request.run(data_root, device, checkpoint_seconds, time_limit, again)
 
 
 @app.command(epilog=_examples("m3d demo", "m3d demo --out /tmp/demo"))

@@ -45,7 +45,7 @@ def test_dashes():
         (("lowres", "svhn/50", "CAFE+DSA"), 82.3, 0.4),
         (("lowres", "cifar100/1", "Whole"), 56.2, 0.3),
         (("moments", "M3D", "3rd"), 1.64, None),
-        (("imagenet", "IDC", "imagenet100/20 hours"), 185.0, None),
+        (("imagenet", "IDC", "ImageNet-100, IPC 20: hours"), 185.0, None),
         (("cross-arch", "50/DenseNet-121", "M3D"), 66.1, None),
         (("compat", "10", "IDM + L_M3D"), 60.5, None),
     ],

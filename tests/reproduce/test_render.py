@@ -183,16 +183,16 @@ def test_pictures_are_whole():
     import base64
 
     pixels = Image.open(io.BytesIO(base64.b64decode(str(sheet["png"]))))
-    assert pixels.size == (3 * 32, 5 * 32) and (sheet["rows"], sheet["columns"], len(sheet["names"])) == (5, 3, 5)
-    image = made.images[10 * 4 + 2]  # the third of the fifth class
-    corner = torch.tensor(list(pixels.crop((64, 128, 96, 160)).tobytes())).view(32, 32, 3).permute(2, 0, 1)
+    assert pixels.size == (2 * 32, 4 * 32) and (sheet["rows"], sheet["columns"], len(sheet["names"])) == (4, 2, 4)
+    image = made.images[10 * 3 + 1]  # the second of the fourth class
+    corner = torch.tensor(list(pixels.crop((32, 96, 64, 128)).tobytes())).view(32, 32, 3).permute(2, 0, 1)
     assert (corner - image * 255).abs().max() <= 0.51
     single = next(c for c in PLANS["images"].cells if c.row == "cifar100")
     sheet = picture(invented_set(single))
-    assert (sheet["rows"], sheet["columns"], sheet["names"]) == (5, 3, [])
+    assert (sheet["rows"], sheet["columns"], sheet["names"]) == (4, 2, [])
     large = next(c for c in PLANS["images"].cells if c.row == "imagenet10")
     with Image.open(io.BytesIO(base64.b64decode(str(picture(invented_set(large))["png"])))) as image:
-        assert image.size == (3 * 96, 5 * 96)
+        assert image.size == (2 * 120, 4 * 120)
 
 
 def test_a_plan_must_not_have_the_same_cell_twice():

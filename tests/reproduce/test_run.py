@@ -108,6 +108,21 @@ def test_one_cell_and_what_it_shares(fast, tmp_path):
     assert first["last"] == second["last"] and first["digest"] != second["digest"] and "moments" not in second
 
 
+def test_again_makes_a_cell_anew_and_leaves_the_others(fast, tmp_path):
+    """What a changed default needs: neither the record nor the set of before is taken."""
+    plan, overrides, _ = fast
+    place, random_one = Place(tmp_path, device="cpu"), plan.cells[2]
+    run(plan, [plan.cells[0], random_one], place, overrides)
+    file = tmp_path / overrides.folder / "small.jsonl"
+    (folder,) = (tmp_path / "runs").glob("digits-random-*")
+    before = lines(file)
+    (folder / "mark").touch()
+    summary = run(plan, [random_one], place, overrides, again=True)
+    after = lines(file)
+    assert summary.made == 1 and not (folder / "mark").exists() and len(after) == 2
+    assert after[0] == before[0] and after[1]["last"] == before[1]["last"]
+
+
 def start(out: Path, epochs: int) -> subprocess.Popen:
     words = ["reproduce", "small", "--cell", "digits/1/m3d/seed0", "--out", str(out), "--checkpoint-seconds", "0.05"]
     return subprocess.Popen(

@@ -63,7 +63,9 @@ class Request:
                 continue
             self._say_files(render(records))
 
-    def run(self, data_root: Path | None, device: str, checkpoint_seconds: float, seconds: float | None) -> None:
+    def run(
+        self, data_root: Path | None, device: str, checkpoint_seconds: float, seconds: float | None, again: bool
+    ) -> None:
         """Make the missing cells, then show what there is; one failed cell does not stop the others."""
         if seconds is not None and not seconds > 0:
             raise M3DError(f"--time-limit {seconds} is not valid; allowed: a positive number of seconds")
@@ -81,7 +83,8 @@ class Request:
                 with progress_bar(self.as_json) as bar, epoch_bar(self.as_json) as epochs:
                     watch = Watch(bar, epochs)
                     left = None if ends is None else ends - time.monotonic()
-                    summary = run(plan, cells, place, self.overrides, seconds=left, listener=listener, watch=watch)
+                    settings: dict[str, Any] = {"again": again, "seconds": left, "listener": listener, "watch": watch}
+                    summary = run(plan, cells, place, self.overrides, **settings)
             except Interrupted as stop:
                 self._render_if_any(plan)
                 typer.echo(f"m3d: {plan.name}: {stop}; the same command goes on from here", err=True)

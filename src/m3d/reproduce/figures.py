@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from PIL import Image
 
 from m3d.reproduce.cells import FACTS, Cell
@@ -18,9 +19,9 @@ from m3d.reproduce.records import Place, Record, Records
 WIDTH = 3.3  # inches
 _FONT = 7
 # Okabe and Ito's palette; series differ in marker and line too.
-_BLUE, _ORANGE, _GREEN, _RED, _GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#7f7f7f"
+_BLUE, _ORANGE, _GREEN, _RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 _STYLES = ((_BLUE, "o", "-"), (_ORANGE, "s", "--"), (_GREEN, "^", ":"))
-_KERNELS = {"linear": _ORANGE, "polynomial": _GREEN, "gaussian": _BLUE}
+_KERNELS = {"linear": (_ORANGE, ""), "polynomial": (_GREEN, "////"), "gaussian": (_BLUE, "....")}
 
 
 def steps(records: Records) -> dict[str, Figure]:
@@ -84,16 +85,15 @@ def kernel(records: Records) -> dict[str, Figure]:
             y,
             0.25,
             yerr=error,
-            color=_KERNELS[column.label],
-            label=column.label,
+            label=_proper(column.label),
             error_kw={"elinewidth": 0.7, "capsize": 1.5},
-            **_bar_settings(k),
+            **_bar_settings(column.label),
         )
-        for place, value in zip(x, y, strict=True):
-            axes.text(place, value + 1.8, f"{value:.0f}", ha="center", fontsize=_FONT - 2)
+        for place, value, spread in zip(x, y, error, strict=True):
+            axes.text(place, value + spread + 3, f"{value:.1f}", ha="center", fontsize=_FONT - 1, rotation=90)
     axes.set_xticks(range(len(rows)), [row.labels[0] for row in rows])
     axes.set_ylabel("test accuracy, %", fontsize=_FONT)
-    axes.set_ylim(0, 118)
+    axes.set_ylim(0, 140)
     axes.set_yticks(range(0, 101, 20))
     axes.legend(fontsize=_FONT, frameon=False, ncols=3, loc="upper center", handlelength=1.2, columnspacing=1.2)
     return {"": figure}
@@ -133,10 +133,8 @@ def _densities(axes: Axes, record: Record, title: str) -> None:
 
 def _seen(axes: Axes, record: Record) -> None:
     values = record["seen"]
-    for k, (name, colour) in enumerate(_KERNELS.items()):
-        axes.bar(
-            k, values[name], 0.8, color=colour, label="Gaussian" if name == "gaussian" else name, **_bar_settings(k)
-        )
+    for k, name in enumerate(_KERNELS):
+        axes.bar(k, values[name], 0.8, label=_proper(name), **_bar_settings(name))
         axes.text(k, values[name] + 1.0, f"{values[name]:.0f}", ha="center", va="bottom", fontsize=_FONT - 1)
     axes.axhline(1.0, color="black", linewidth=0.6, linestyle="--")
     axes.set_xticks([])
@@ -158,8 +156,10 @@ def _panels(cells: list[Cell], pictures: dict[str, Record]) -> Figure:
     kinds = [part for part in ("no factor", "factor") if any(name.endswith(f", {part}") for name in pictures)]
     columns = [c for c in ("initial", "DM", "M3D") if any(name.startswith(c) for name in pictures)]
     sheet = next(iter(pictures.values()))
-    side = WIDTH * 0.86 / (len(columns) * sheet["columns"])  # inches of one image
-    figure = Figure(figsize=(WIDTH, len(kinds) * (sheet["rows"] * side + 0.2) + 0.2), layout="constrained")
+    side = WIDTH * 0.78 / (len(columns) * sheet["columns"])  # inches of one image; the rest is for names
+    height = len(kinds) * (sheet["rows"] * side + 0.2) + 0.2
+    layout = ConstrainedLayoutEngine(h_pad=0.02, w_pad=0.03, hspace=0, wspace=0)
+    figure = Figure(figsize=(WIDTH, height), layout=layout)
     axes = figure.subplots(len(kinds), len(columns), squeeze=False)
     for i, part in enumerate(kinds):
         for j, name in enumerate(columns):
@@ -220,9 +220,14 @@ def _line_settings() -> dict[str, Any]:
     return {"markersize": 3, "linewidth": 1.1, "elinewidth": 0.7, "capsize": 1.5}
 
 
-def _bar_settings(k: int) -> dict[str, Any]:
-    """How the k-th series of bars is told apart beyond its colour."""
-    return {"hatch": ("", "////", "....")[k], "edgecolor": "white", "linewidth": 0.3}
+def _proper(kernel: str) -> str:
+    return "Gaussian" if kernel == "gaussian" else kernel
+
+
+def _bar_settings(kernel: str) -> dict[str, Any]:
+    """How a kernel's bars are told apart: by colour and by hatching."""
+    colour, hatch = _KERNELS[kernel]
+    return {"color": colour, "hatch": hatch, "edgecolor": "white", "linewidth": 0.3}
 
 
 FIGURES: dict[str, Callable[[Records], dict[str, Figure]]] = {

@@ -63,6 +63,18 @@ class Records:
         self._by_digest[digest] = whole
         return whole
 
+    def forget(self, cells: Sequence[Cell]) -> None:
+        """Drop the records of ``cells``, so that they are made again."""
+        from m3d.files import write_bytes
+
+        dropped = {cell_digest(cell, self.overrides) for cell in cells} & set(self._by_digest)
+        if not dropped:
+            return
+        kept = [record for record in self._read() if record["digest"] not in dropped]
+        write_bytes(self.file, "".join(json.dumps(record) + "\n" for record in kept).encode())
+        for digest in dropped:
+            del self._by_digest[digest]
+
     def cells_at(self, row: str, column: str) -> list[Cell]:
         return [c for c in self.plan.cells if c.column == column and fnmatchcase(row, c.row)]
 

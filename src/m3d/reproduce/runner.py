@@ -54,20 +54,27 @@ def run(
     place: Place,
     overrides: Overrides,
     *,
+    again: bool = False,
     seconds: float | None = None,
     listener: Listener | None = None,
     watch: Watch | None = None,
 ) -> Summary:
     """Make the missing ones of ``cells``; raises :class:`Interrupted` when stopped by a signal or by the time limit.
 
-    Whatever ends it, a later call with the same settings goes on where this one stopped.
+    Whatever ends it, a later call with the same settings goes on where this one stopped. With ``again`` what was made
+    of ``cells`` before is removed first.
     """
     listener, watch = listener or Listener(), watch or Watch()
-    records, summary, pace = Records(place.out, plan, overrides), Summary(), Pace(overrides)
-    todo = [cell for cell in cells if records.of(cell) is None]
-    summary.skipped = len(cells) - len(todo)
+    summary, pace = Summary(), Pace(overrides)
     with lock(place.out), time_limit(seconds), stop_politely() as stopping:
+        records = Records(place.out, plan, overrides)
         workshop = Workshop(place, overrides, Watch(watch.steps, watch.epochs, stopping.is_set))
+        if again:
+            records.forget(cells)
+            for cell in cells:
+                workshop.forget(cell)
+        todo = [cell for cell in cells if records.of(cell) is None]
+        summary.skipped = len(cells) - len(todo)
         for number, cell in enumerate(todo):
             if stopping.is_set():
                 raise Interrupted(summary.made, "cells")

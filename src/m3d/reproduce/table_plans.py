@@ -151,7 +151,7 @@ def imagenet() -> Plan:
                     )
                 )
     columns = tuple(
-        Column(f"{data}/{ipc} {measure}", f"{data}/{ipc}", measure)
+        Column(f"{FACTS[data].title}, IPC {ipc}: {measure}", f"{data}/{ipc}", measure)
         for data in ("imagenet10", "imagenet100")
         for ipc in (10, 20)
         for measure in ("accuracy", "hours")

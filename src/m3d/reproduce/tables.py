@@ -10,9 +10,9 @@ from m3d.reproduce.published import Published, published
 from m3d.reproduce.records import Place, Records
 
 _LEGEND = (
-    "Each place: ours ± sd (n networks), the published value, the difference. Ours is the accuracy after the last "
-    "epoch, in percent; ± is over the networks of one set, or over the means of several condensation seeds where n "
-    "says seeds × networks. – : not run, or not published. † : run again by the paper's authors."
+    "Each place: ours ± sd (n networks), the published value, the difference of accuracies. Ours is the accuracy "
+    "after the last epoch, in percent; ± is over the networks of one set, or over the means of several condensation "
+    "seeds where n says seeds × networks. – : not run, or not published. † : run again by the paper's authors."
 )
 _FIELDS = (
     "table", "row", "column", "ours", "sd", "n", "seeds", "text", "published", "published_sd", "difference", "source",
@@ -61,7 +61,11 @@ def comma_separated(plan: Plan, records: Records) -> str:
                     continue
                 place = ours or Place(None, seeds=0)
                 values = (place.mean, place.sd, place.n, place.seeds, place.text)
-                rest = (theirs.mean, theirs.sd, _difference(ours, theirs), theirs.source) if theirs else (None,) * 4
+                rest = (
+                    (theirs.mean, theirs.sd, _difference(ours, theirs, column), theirs.source)
+                    if theirs
+                    else (None,) * 4
+                )
                 line = (table.title, row.key, column.label, *values, *rest)
                 writer.writerow(["" if v is None else round(v, 4) if isinstance(v, float) else v for v in line])
     return buffer.getvalue()
@@ -83,9 +87,11 @@ def _text(plan: Plan, row: Row, column: Column, records: Records) -> str:
     mine = "–" if ours is None else _number(ours, _digits(column.measure))
     if theirs is None:
         return mine
-    paper = f"{theirs.mean:g}" + ("" if theirs.sd is None else f" ± {theirs.sd:g}") + ("†" if theirs.again else "")
-    difference = _difference(ours, theirs)
-    shown = "" if difference is None else f", {difference:+.{_digits(column.measure)}f}".replace("-", "−")
+    printed = 2 if column.measure.startswith("distance") else 1
+    spread = "" if theirs.sd is None else f" ± {theirs.sd:.1f}"
+    paper = f"{theirs.mean:.{printed}f}{spread}" + ("†" if theirs.again else "")
+    difference = _difference(ours, theirs, column)
+    shown = "" if difference is None else f", {difference:+.1f}".replace("-", "−")
     return f"{mine}, {paper}{shown}"
 
 
@@ -101,8 +107,9 @@ def _digits(measure: str) -> int:
     return {"distance": 3, "raw distance": 3, "hours": 2}.get(measure.rpartition(" ")[0] or measure, 1)
 
 
-def _difference(ours: Place | None, theirs: Published | None) -> float | None:
-    if ours is None or theirs is None or ours.mean is None:
+def _difference(ours: Place | None, theirs: Published | None, column: Column) -> float | None:
+    """Of accuracies alone: distances are defined, and times measured, in other ways than the paper's."""
+    if ours is None or theirs is None or ours.mean is None or column.measure != "accuracy":
         return None
     return ours.mean - theirs.mean
 

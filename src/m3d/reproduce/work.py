@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import gc
 import io
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,8 +31,8 @@ _KEPT = (  # of a set's manifest
     "method", "options", "ipc", "factor", "net", "seed", "steps", "seconds", "peak_memory", "loss", "created",
     "device", "precision", "deterministic", "torch", "python", "m3d", "commit", "command",
 )  # fmt: skip
-_PICTURE = (5, 3)  # rows and columns of images in a picture
-_PICTURE_SIDE = 96  # pixels of an image in a picture, at most
+_PICTURE = (4, 2)  # rows and columns of images in a picture
+_PICTURE_SIDE = 120  # pixels of an image in a picture, at most
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,12 @@ class Workshop:
         if "picture" in cell.measures:
             record["picture"] = picture(whole)
         return record
+
+    def forget(self, cell: Cell) -> None:
+        """Remove the sets of a cell and their results, so that they are made again."""
+        for folder in (*map(self._folder, cell.sources), self._evaluation_folder(cell) if cell.sources else None):
+            if folder is not None:
+                shutil.rmtree(folder.path, ignore_errors=True)
 
     def data(self, name: str) -> Dataset:
         """A dataset, loaded once for as long as no other is needed."""
@@ -190,7 +197,7 @@ def _told(condensed: CondensedSet) -> dict[str, Any]:
 
 
 def picture(condensed: CondensedSet) -> dict[str, Any]:
-    """Some stored images as one PNG, in a record: three of each of five classes, or one each of fifteen at IPC 1."""
+    """Some stored images as one PNG, in a record: two of each of four classes, or one each of eight at IPC 1."""
     rows, columns = _PICTURE
     names = condensed.class_names
     images = condensed.images.unflatten(0, (len(names), -1))  # [C, ipc, ch, h, w]
@@ -212,7 +219,7 @@ def picture(condensed: CondensedSet) -> dict[str, Any]:
 
 
 def _sheet(images: Tensor) -> Image.Image:
-    """``images`` [rows, columns, ch, h, w] in [0, 1] side by side without gaps, at most 96 pixels each."""
+    """``images`` [rows, columns, ch, h, w] in [0, 1] side by side without gaps, at most 120 pixels each."""
     rows, columns, ch, h, w = images.shape
     pixels = (images.permute(0, 3, 1, 4, 2).reshape(rows * h, columns * w, ch) * 255).round().to(torch.uint8).numpy()
     sheet = Image.fromarray(np.ascontiguousarray(pixels[..., 0] if ch == 1 else pixels[..., :3]))
