@@ -13,11 +13,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from small import know_small_plans
 
 import m3d
 from m3d.cli import main
 from m3d.errors import Interrupted, M3DError
-from m3d.reproduce.cells import Cell, Overrides, Source
+from m3d.reproduce.cells import FACTS, Cell, Overrides, Source
+from m3d.reproduce.plans import PLANS
 from m3d.reproduce.records import Records, lock
 from m3d.reproduce.runner import Listener, run
 from m3d.reproduce.work import Place, Watch, Workshop, together
@@ -44,6 +46,17 @@ def lines(file: Path) -> list[dict]:
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {p.name: p.read_bytes() for p in sorted(folder.iterdir()) if p.is_file() and p.name != ".lock"}
+
+
+@pytest.fixture
+def small_known():
+    """The small plan, known for as long as a test runs."""
+    before = dict(FACTS), dict(PLANS)
+    know_small_plans()
+    yield PLANS["small"]
+    for table, kept in zip((FACTS, PLANS), before, strict=True):
+        table.clear()
+        table.update(kept)
 
 
 @pytest.fixture
@@ -184,8 +197,6 @@ def test_a_time_limit_between_cells(fast, tmp_path):
 
 def test_a_failing_cell_does_not_stop_the_others(capsys, fast, tmp_path):
     plan, overrides, options = fast
-    from m3d.reproduce.plans import PLANS
-
     unknown = Cell("digits/1/later/seed0", "digits/1", "Later", (Source("digits", 1, "later", (("steps", 9),)),))
     PLANS["small"] = replace(plan, cells=(unknown, plan.cells[2]))
     code, _, err = call(capsys, "reproduce", "small", "--out", tmp_path, *options)
@@ -232,7 +243,6 @@ def test_initial_images_are_where_the_methods_start(tmp_path):
 def test_imagenet_in_five_sub_tasks(capsys, tmp_path, monkeypatch):
     """The whole of the imagenet plan's largest cell, on a generated folder at a small size."""
     from m3d.data import imagenet
-    from m3d.reproduce.plans import PLANS
 
     make_folder(tmp_path / "ILSVRC2012", imagenet.subsets()["imagenet100"])
     monkeypatch.setattr(imagenet, "SIDE", 24)
