@@ -419,6 +419,10 @@ def reproduce(
     request = Request(name, cell, out, overrides, as_json)
     if dry_run + render + again > 1:
         raise M3DError("--dry-run, --render and --again: give one of them")
+    if render and cell is not None:
+        raise M3DError(f"--cell {cell}: --render shows all cells that have a record")
+    if (render or dry_run) and time_limit is not None:
+        raise M3DError(f"--time-limit {time_limit}: nothing is run that could be stopped")
     if dry_run:
         request.plan()
     elif render:

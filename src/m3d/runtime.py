@@ -193,7 +193,10 @@ def stop_politely() -> Iterator[threading.Event]:
         with _signals_ask(asked):
             yield asked
         return
-    timer = threading.Timer(max(0.0, deadline - time.monotonic()), asked.set)
+    left = deadline - time.monotonic()
+    if left <= 0:
+        asked.set()  # at once, not when a timer's thread gets its turn
+    timer = threading.Timer(max(0.0, left), asked.set)
     timer.daemon = True
     timer.start()
     try:

@@ -23,6 +23,7 @@ from m3d.photo import Photo
 from m3d.runtime import Repeated, Runtime, pick
 
 _REFERENCE = 1024  # training images that give batch norms their statistics in a test
+_TEST_PIXELS = 2**22  # of the images tested together: 1,000 up to 64 pixels a side, fewer above
 _BLOCK_STEPS = 64  # draws are made for at least this many steps together
 
 
@@ -218,6 +219,7 @@ class Trainer:
         many = min(len(self.images), _REFERENCE)
         reference = self.images.take(torch.linspace(0, len(self.images) - 1, many, device=self.flat.device).long())
         right = torch.zeros(self.repeats, dtype=torch.long, device=self.flat.device)
+        chunk = min(chunk, max(1, _TEST_PIXELS // (test.pixels.shape[-2] * test.pixels.shape[-1])))
         for first in range(0, len(test), chunk):
             index = torch.arange(first, min(first + chunk, len(test)), device=self.flat.device)
             images, labels = test.take(index), test.labels[index]

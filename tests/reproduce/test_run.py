@@ -210,6 +210,28 @@ def test_two_processes_do_not_share_a_folder(fast, tmp_path):
         run(plan, plan.cells, Place(tmp_path), overrides)
 
 
+def test_a_run_is_continued_with_its_own_data_only(fast, tmp_path, digits, tiny):
+    from m3d import api
+
+    request = {"net": "convnet2:width=8", "steps": 2, "batch_real": 4}
+    done = api.condense(digits, 1, out=tmp_path / "run", **request)
+    (tmp_path / "run" / RunFolder.CONDENSED).unlink()
+    assert api.resume(tmp_path / "run", data=digits).fingerprint == done.fingerprint
+    (tmp_path / "run" / RunFolder.CONDENSED).unlink()
+    with pytest.raises(M3DError, match="have changed since the run began"):
+        api.resume(tmp_path / "run", data=tiny)
+
+
+def test_what_would_be_ignored_is_refused(capsys):
+    for options, message in (
+        (["--render", "--cell", "toy/mean"], "--cell toy/mean"),
+        (["--dry-run", "--time-limit", 5], "--time-limit 5"),
+        (["--dry-run", "--again"], "give one of them"),
+    ):
+        code, out, err = call(capsys, "reproduce", "motivation", *options)
+        assert code == 2 and out == "" and message in err
+
+
 def test_damaged_records_are_named(fast, tmp_path):
     plan, _, _ = fast
     (tmp_path / "small.jsonl").write_text('{"no": "digest"}\n')

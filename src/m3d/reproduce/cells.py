@@ -14,6 +14,7 @@ from m3d.errors import M3DError, unknown
 Value = str | int | float
 LOW = ("mnist", "fashion-mnist", "svhn", "cifar10", "cifar100")
 NO_FACTOR: tuple[tuple[str, Value], ...] = (("factor", 1),)
+RUNS = "runs"  # the folder of condensed sets below the output folder
 WHOLE = "whole"  # the method of a source that is the training data itself
 
 
@@ -167,6 +168,11 @@ def set_digest(source: Source, overrides: Overrides) -> str:
     """The identity of a condensed set."""
     kept = {k: v for k, v in overrides.given().items() if k in ("precision", "deterministic")}
     return _digest({"set": asdict(overrides.source(source)), **kept})
+
+
+def set_name(source: Source, overrides: Overrides) -> str:
+    """The name of a set's folder: what a person looks for, then its identity."""
+    return f"{source.data}-{source.method}-ipc{source.ipc}-seed{source.seed}-{set_digest(source, overrides)}"
 
 
 def cell_digest(cell: Cell, overrides: Overrides) -> str:

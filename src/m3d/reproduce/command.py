@@ -11,7 +11,7 @@ from typing import Any
 import typer
 
 from m3d.errors import Interrupted, M3DError, unknown
-from m3d.reproduce.cells import Cell, Overrides, Plan, select
+from m3d.reproduce.cells import RUNS, Cell, Overrides, Plan, select
 from m3d.reproduce.plans import find
 from m3d.reproduce.published import published
 from m3d.reproduce.records import Record, Records, read
@@ -33,11 +33,13 @@ class Request:
         from m3d.reproduce.cost import estimate
 
         rows: list[dict[str, Any]] = []
+        made = {file.parent.name for file in (self.out / RUNS).glob("*/condensed.safetensors")}
         for plan, cells in self._chosen():
             records = Records(self.out, plan, self.overrides)
             for cell in cells:
-                seconds, memory = estimate(cell, self.overrides)
-                place = {"plan": plan.name, "cell": cell.key, "finished": records.of(cell) is not None}
+                finished = records.of(cell) is not None
+                seconds, memory = (0.0, 0.0) if finished else estimate(cell, self.overrides, made)
+                place = {"plan": plan.name, "cell": cell.key, "finished": finished}
                 rows.append({**place, "seconds": round(seconds, 1), "memory": round(memory)})
         if self.as_json:
             typer.echo(json.dumps(rows))
@@ -50,7 +52,7 @@ class Request:
         total, most = sum(r["seconds"] for r in todo), max((r["memory"] for r in todo), default=0)
         typer.echo(
             f"{len(todo)} of {len(rows)} cells to run: about {duration(total)} and at most {most / 2**30:.1f} GiB on "
-            f"one H200, estimated from a few measurements; sets that cells share are made once, so it may be less"
+            f"one H200, estimated from a few measurements; a set that cells share is counted once"
         )
 
     def render(self) -> None:

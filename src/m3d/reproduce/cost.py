@@ -3,7 +3,8 @@
 Measured on one H200 at CIFAR-10, IPC 10 (LAB.md): a step of M3D, 1.5 ms and 0.76 GiB, sends 128 real images of each of
 10 classes forward and 40 synthetic ones forward and back; the evaluation trains 10 networks for 1,000 epochs on 400
 images in 10 s. Everything is taken to grow with classes × images × pixels, where an image that is also sent back counts
-three times. What has not been measured (other networks, methods that train networks between steps) is a guess, and
+three times. Memory is that of all classes at once; where it is short, a step takes fewer at a time. What has not been
+measured (other networks, methods that train networks between steps) is a guess, and
 marked so below; the time left that a run shows corrects itself by what its own cells took.
 """
 
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from m3d.reproduce.cells import FACTS, WHOLE, Cell, Facts, Overrides, Source
+from m3d.reproduce.cells import FACTS, WHOLE, Cell, Facts, Overrides, Source, set_name
 
 STEP_SECONDS = 1.5e-3
 STEP_BYTES = 0.76 * 2**30
@@ -21,10 +22,21 @@ _STEP_WORK = 10 * (128 + 3 * 40) * 32 * 32  # classes × images × pixels of the
 _EVALUATION_WORK = 10 * 1000 * 400 * 32 * 32  # networks × epochs × images × pixels of the measured evaluation
 _LEAST = 0.2  # of a measured step or epoch: what small work takes however small it is
 
-# A network's cost in units of ConvNet-3's. Guesses from their arithmetic.
-_NETS = {"resnet10": 4.0, "densenet121": 12.0, "resnetap10": 2.0}
-# A step's cost in units of M3D's: gradient matching differentiates twice and trains networks in between. Guesses.
-_METHODS = {"dc": 8.0, "dsa": 8.0, "idc": 10.0, "idc-i": 10.0, "idm": 6.0, "cafe": 4.0, "cafe-dsa": 4.0, "mtt": 20.0}
+# A network's cost per pixel in units of ConvNet-3's. Guesses from their arithmetic and number of layers.
+_NETS = {"resnet10": 4.0, "densenet121": 12.0, "resnetap10": 0.7}
+# A step's cost in units of M3D's for as many images. DM's was measured: it draws a new encoder every step. The others
+# are guesses: gradient matching differentiates twice and trains networks in between.
+_METHODS = {
+    "dm": 1.5,
+    "dc": 8.0,
+    "dsa": 8.0,
+    "idc": 10.0,
+    "idc-i": 10.0,
+    "idm": 6.0,
+    "cafe": 4.0,
+    "cafe-dsa": 4.0,
+    "mtt": 20.0,
+}
 _REAL = {"m3d": 128, "idc": 64, "idc-i": 64}  # real images per class and step; others 256
 _EPOCHS = {"paper": 1000, "dsa": 1000, "dc": 300, "cafe": 600, "whole": 100, "imagenet": 1000, "imagenet100": 600}
 _SELECTION_SECONDS = 30.0  # training the network whose representation herding and k-center choose by; a guess
@@ -40,11 +52,14 @@ class Estimate(NamedTuple):
         return Estimate(self.seconds + other.seconds, max(self.memory, other.memory))
 
 
-def estimate(cell: Cell, overrides: Overrides) -> Estimate:
-    """What a cell takes from nothing, on one H200."""
+def estimate(cell: Cell, overrides: Overrides, made: set[str] | None = None) -> Estimate:
+    """What a cell takes on one H200. Sets in ``made`` (by :func:`set_name`) cost nothing; its own are added there."""
+    made = set() if made is None else made
     total = Estimate(1.0, 0.0)
     for source in cell.sources:
-        total += condensing(overrides.source(source))
+        if (name := set_name(source, overrides)) not in made:
+            total += condensing(overrides.source(source))
+            made.add(name)
     if "accuracy" in cell.measures:
         total += evaluating(cell, overrides)
     if "moments" in cell.measures:  # every training image once through each of ten encoders

@@ -40,7 +40,8 @@ class Pace:
         self._expected = self._taken = 0.0
 
     def left(self, cells: Sequence[Cell]) -> float:
-        expected = sum(estimate(cell, self._overrides).seconds for cell in cells)
+        made: set[str] = set()
+        expected = sum(estimate(cell, self._overrides, made).seconds for cell in cells)
         return expected * (self._taken / self._expected if self._expected else 1.0)
 
     def took(self, cell: Cell, seconds: float) -> None:

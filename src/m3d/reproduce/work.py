@@ -22,7 +22,7 @@ from m3d.engine import Progress
 from m3d.errors import Interrupted
 from m3d.evaluation import Protocol, evaluate, evaluate_whole, make_protocol
 from m3d.reproduce import toy
-from m3d.reproduce.cells import WHOLE, Cell, Overrides, Source, cell_digest, set_digest
+from m3d.reproduce.cells import RUNS, WHOLE, Cell, Overrides, Source, cell_digest, set_name
 from m3d.reproduce.moments import moment_distances
 from m3d.runtime import Runtime
 from m3d.store import CondensedSet, RunFolder
@@ -133,14 +133,13 @@ class Workshop:
             torch.cuda.reset_peak_memory_stats(self.runtime.device)
 
     def _folder(self, source: Source) -> RunFolder:
-        name = f"{source.data}-{source.method}-ipc{source.ipc}-seed{source.seed}"
-        return RunFolder(self.place.out / "runs" / f"{name}-{set_digest(source, self.overrides)}")
+        return RunFolder(self.place.out / RUNS / set_name(source, self.overrides))
 
     def _evaluation_folder(self, cell: Cell) -> RunFolder:
         if len(cell.sources) == 1:
             return self._folder(cell.sources[0])
         digest = cell_digest(cell, self.overrides)
-        return RunFolder(self.place.out / "runs" / f"{cell.tested_on}-{cell.sources[0].method}-together-{digest}")
+        return RunFolder(self.place.out / RUNS / f"{cell.tested_on}-{cell.sources[0].method}-together-{digest}")
 
     def _accuracy(self, cell: Cell, condensed: CondensedSet | None, folder: RunFolder) -> dict[str, Any]:
         """The record of training and testing the cell's networks; one made for another plan serves as well."""
