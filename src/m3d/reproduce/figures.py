@@ -21,7 +21,7 @@ _FONT = 7
 # Okabe and Ito's palette; series differ in marker and line too.
 _BLUE, _ORANGE, _GREEN, _RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 _STYLES = ((_BLUE, "o", "-"), (_ORANGE, "s", "--"), (_GREEN, "^", ":"))
-_KERNELS = {"linear": (_ORANGE, ""), "polynomial": (_GREEN, "////"), "gaussian": (_BLUE, "....")}
+_KERNELS = {"linear": (_ORANGE, ""), "polynomial": (_GREEN, "////"), "gaussian": (_BLUE, "xxxx")}
 
 
 def steps(records: Records) -> dict[str, Figure]:
