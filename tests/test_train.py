@@ -208,6 +208,21 @@ def test_paper_protocol_is_the_published_recipe():
         assert make_protocol(name).checks[-1] == make_protocol(name).recipe.epochs
 
 
+def test_large_images_are_tested_a_few_at_a_time(monkeypatch):
+    """The same accuracy, whatever fits together."""
+    made = Trainer(FlatNet(make_net("convnet2:width=4", SHAPE, 3)), images(), RECIPE, 2, 0, Runtime.choose("cpu"))
+    made.run(1)
+    whole, sizes, calibrated = made.accuracy(images()), [], made.net.calibrated
+    monkeypatch.setattr("m3d.train._TEST_PIXELS", 3 * SHAPE[1] * SHAPE[2])
+
+    def watched(row, batch, reference, dtype):
+        sizes.append(batch.shape[1])
+        return calibrated(row, batch, reference, dtype)
+
+    monkeypatch.setattr(made.net, "calibrated", watched)
+    assert torch.equal(made.accuracy(images()), whole) and max(sizes) == 3
+
+
 def test_bad_recipes_are_refused():
     with pytest.raises(M3DError, match="epochs=0"):
         make_protocol("paper", epochs=0)

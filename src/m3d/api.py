@@ -76,14 +76,19 @@ def condense(
     return run.go(folder, report)
 
 
-def resume(run: str | Path, *, report: Callable[[Progress], None] | None = None) -> CondensedSet:
-    """Continue an interrupted run from its last checkpoint, or return its set if it had finished."""
+def resume(
+    run: str | Path, *, data: Dataset | None = None, report: Callable[[Progress], None] | None = None
+) -> CondensedSet:
+    """Continue an interrupted run from its last checkpoint, or return its set if it had finished.
+
+    Without ``data`` the dataset is loaded as the run says; either way it must be the one the run began with.
+    """
     folder = RunFolder(run)
     request = folder.request()
     if folder.finished:
         return CondensedSet.load(folder.path)
     try:
-        dataset = load_data(**request["data"])
+        dataset = load_data(**request["data"]) if data is None else data
         prepared = _prepare(request, dataset)
         expected = request["fingerprint"]
     except (KeyError, TypeError) as error:

@@ -370,6 +370,73 @@ def list_(
         typer.echo(f"{row['name']:<{width}}  {row['about']}{extra}".rstrip())
 
 
+@app.command(
+    epilog=_examples(
+        "m3d reproduce lowres --cell cifar10/10/m3d",
+        "m3d reproduce table1 --dry-run",
+        "m3d reproduce fig1",
+        "m3d reproduce lowres --cell '*/m3d' --time-limit 3600",
+        "m3d reproduce imagenet --data-root /data/ILSVRC2012",
+        "m3d reproduce lowres --cell cifar10/10/m3d --steps 1000 --repeats 3",
+        "m3d reproduce steps --render",
+    )
+)
+def reproduce(
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="moments, lowres, imagenet, cross-arch, compat, motivation, steps, ipm, kernel, images, all; or the "
+            "paper's number: table1 to table5, fig1 to fig11."
+        ),
+    ],
+    cell: Annotated[
+        str | None, typer.Option(help="Only these cells: data/ipc/method, or a part of it; * stands for anything.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan with estimates; run nothing.")] = False,
+    render: Annotated[
+        bool, typer.Option("--render", help="Make tables and figures from the records again; run nothing.")
+    ] = False,
+    out: Annotated[Path, typer.Option(help="Folder for records, tables, figures and runs.")] = Path(
+        "results/reproduce"
+    ),
+    steps: Annotated[
+        int | None, typer.Option(help="At most so many condensing steps: a quick look, kept apart.")
+    ] = None,
+    epochs: Annotated[int | None, typer.Option(help="At most so many epochs: a quick look, kept apart.")] = None,
+    repeats: Annotated[int | None, typer.Option(help="At most so many networks: a quick look, kept apart.")] = None,
+    time_limit: Annotated[
+        float | None, typer.Option(help="Seconds after which to stop; the same command goes on later.")
+    ] = None,
+    again: Annotated[
+        bool, typer.Option("--again", help="Remove what was made of these cells and make them again.")
+    ] = False,
+    data_root: DataRoot = None,
+    device: Device = "auto",
+    precision: Precision = "auto",
+    deterministic: Annotated[bool, typer.Option(help="Bit-reproducible on CUDA too (the CPU always is).")] = False,
+    checkpoint_seconds: Annotated[float, typer.Option(help="Seconds between checkpoints.")] = 60.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, a record per cell, instead of text.")] = False,
+) -> None:
+    """Make a table or figure of the paper: our numbers beside the published ones."""
+    from m3d.reproduce.cells import Overrides
+    from m3d.reproduce.command import Request
+
+    overrides = Overrides(steps, epochs, repeats, precision, deterministic)
+    request = Request(name, cell, out, overrides, as_json)
+    if dry_run + render + again > 1:
+        raise M3DError("--dry-run, --render and --again: give one of them")
+    if render and cell is not None:
+        raise M3DError(f"--cell {cell}: --render shows all cells that have a record")
+    if (render or dry_run) and time_limit is not None:
+        raise M3DError(f"--time-limit {time_limit}: nothing is run that could be stopped")
+    if dry_run:
+        request.plan()
+    elif render:
+        request.render()
+    else:
+        request.run(data_root, device, checkpoint_seconds, time_limit, again)
+
+
 @app.command(epilog=_examples("m3d demo", "m3d demo --out /tmp/demo"))
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for the two runs and the picture.")] = Path("runs/demo"),

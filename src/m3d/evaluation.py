@@ -24,6 +24,7 @@ from m3d.errors import Interrupted, M3DError
 from m3d.files import read_checked, write_checked
 from m3d.nets import make_net
 from m3d.nets.flat import FlatNet
+from m3d.photo import Photo
 from m3d.registry import Registry
 from m3d.runtime import Runtime, stop_politely
 from m3d.store import CondensedSet, RunFolder
@@ -131,6 +132,21 @@ def whole(*, epochs: int = 100, batch: int = 128) -> Protocol:
         augment=Augment(always=("flip",), one_of=("crop", "scale", "rotate", "color")),
     )
     return Protocol("whole", recipe, _quarters(epochs))
+
+
+@PROTOCOLS.register("imagenet")
+def imagenet(*, epochs: int = 1000, batch: int = 64) -> Protocol:
+    """The paper's (IDC's) recipe for ImageNet-10: as paper, but photographs' augmentation and CutMix always."""
+    full = paper(epochs=epochs, batch=batch)
+    recipe = replace(full.recipe, augment=Augment(always=("flip",)), cutmix=1.0, photo=Photo())
+    return replace(full, name="imagenet", recipe=recipe)
+
+
+@PROTOCOLS.register("imagenet100")
+def imagenet100(*, epochs: int = 600, batch: int = 128) -> Protocol:
+    """The same for ImageNet-100: SGD 0.1, weight decay 1e-4, larger batches, fewer epochs."""
+    small = imagenet(epochs=epochs, batch=batch)
+    return replace(small, name="imagenet100", recipe=replace(small.recipe, lr=0.1, weight_decay=1e-4))
 
 
 def make_protocol(name: str, **options: object) -> Protocol:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from m3d.data import imagenet
 from m3d.data.official import RECORDS, Record
 from m3d.errors import M3DError
 from m3d.evaluation import PROTOCOLS
@@ -87,7 +88,12 @@ def overview(what: str) -> list[dict[str, Any]]:
     """One row per name: {name, about, …}."""
     if what == "datasets":
         named = [{"name": r.name, "about": _about_dataset(r)} for r in RECORDS.values()]
-        return [*named, {"name": "PATH", "about": "an image folder root/{train,test}/class/*.png …, or an .npz"}]
+        subsets = [{"name": name, "about": _about_subset(ids)} for name, ids in imagenet.subsets().items()]
+        return [
+            *named,
+            *subsets,
+            {"name": "PATH", "about": "an image folder root/{train,test}/class/*.png …, or an .npz"},
+        ]
     rows = [{"name": entry.name, "about": entry.summary, **entry.about} for entry in _REGISTRIES[what]]
     if what == "methods":
         for row in rows:
@@ -103,6 +109,10 @@ def _default_net(name: str) -> dict[str, str]:
     except M3DError:  # a user's method that does not take such images is still listed
         return {}
     return {} if method.matching is None else {"net": method.network}
+
+
+def _about_subset(ids: tuple[str, ...]) -> str:
+    return f"{len(ids)} classes, colour, {imagenet.SIDE} pixels, from your own ILSVRC folder (--data-root)"
 
 
 def _about_dataset(record: Record) -> str:

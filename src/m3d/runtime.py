@@ -8,9 +8,11 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -182,24 +184,64 @@ def pick(buffer: Tensor, slot: Tensor) -> Tensor:
     return buffer.index_select(0, slot)[0]
 
 
+_deadline: ContextVar[float | None] = ContextVar("deadline", default=None)  # of time.monotonic()
+
+
+@contextmanager
+def time_limit(seconds: float | None) -> Iterator[None]:
+    """What stops politely stops so many seconds from now, as if it had been asked to; None: no limit."""
+    token = _deadline.set(None if seconds is None else time.monotonic() + seconds)
+    try:
+        yield
+    finally:
+        _deadline.reset(token)
+
+
 @contextmanager
 def stop_politely() -> Iterator[threading.Event]:
-    """Turn the first Ctrl-C or SIGTERM into a request to stop after the current step; a second one is immediate."""
+    """Turn the first Ctrl-C or SIGTERM into a request to stop after the current step; a second one is immediate.
+
+    The end of a :func:`time_limit` is such a request too.
+    """
     asked = threading.Event()
+    deadline = _deadline.get()
+    if deadline is None:
+        with _signals_ask(asked):
+            yield asked
+        return
+    left = deadline - time.monotonic()
+    if left <= 0:
+        asked.set()  # at once, not when a timer's thread gets its turn
+    timer = threading.Timer(max(0.0, left), asked.set)
+    timer.daemon = True
+    timer.start()
+    try:
+        with _signals_ask(asked):
+            yield asked
+    finally:
+        timer.cancel()
+
+
+@contextmanager
+def _signals_ask(asked: threading.Event) -> Iterator[None]:
+    """The first signal sets ``asked``; outside the main thread, which alone gets signals, nothing changes."""
     if threading.current_thread() is not threading.main_thread():
-        yield asked
+        yield
         return
     before = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
 
+    signalled = threading.Event()
+
     def ask(number: int, frame: Any) -> None:
-        if asked.is_set():
+        if signalled.is_set():
             raise KeyboardInterrupt
+        signalled.set()
         asked.set()
 
     try:
         for s in before:
             signal.signal(s, ask)
-        yield asked
+        yield
     finally:
         for s, handler in before.items():
             signal.signal(s, handler)

@@ -19,9 +19,12 @@ from m3d.augment import UNIFORMS, Augment
 from m3d.errors import M3DError
 from m3d.nets.flat import FlatNet
 from m3d.normalise import Normalise
+from m3d.photo import UNIFORMS as PHOTO_UNIFORMS
+from m3d.photo import Photo
 from m3d.runtime import Repeated, Runtime, pick
 
 _REFERENCE = 1024  # training images that give batch norms their statistics in a test
+_TEST_PIXELS = 2**22  # of the images tested together: 1,000 up to 64 pixels a side, fewer above
 _BLOCK_STEPS = 64  # draws are made for at least this many steps together
 
 
@@ -39,6 +42,7 @@ class Recipe:
     fresh_momentum: bool = False  # whether the momentum starts from zero at a milestone
     augment: Augment = field(default_factory=Augment)  # drawn for every image; one_of is decided once per batch
     cutmix: float = 0.0  # probability of CutMix per batch
+    photo: Photo | None = None  # what is done to photographs first, before they are normalised
 
     def __post_init__(self) -> None:
         if self.epochs < 1 or self.batch < 1:
@@ -63,9 +67,16 @@ class Images:
 
     def take(self, index: Tensor) -> Tensor:
         """Normalised float32 images [..., ch, h, w] for ``index`` [...]."""
-        pixels = self.pixels[index]
-        pixels = pixels.float() / 255 if pixels.dtype == torch.uint8 else pixels
+        return self.seen(self.plain(index))
+
+    def seen(self, pixels: Tensor) -> Tensor:
+        """``pixels`` as networks take them."""
         return pixels if self.normalise is None else self.normalise(pixels)
+
+    def plain(self, index: Tensor) -> Tensor:
+        """Float32 pixels in [0, 1] for ``index``."""
+        pixels = self.pixels[index]
+        return pixels.float() / 255 if pixels.dtype == torch.uint8 else pixels
 
     def prepared(self) -> Images:
         """The same images, for reading many times: whitened once, where they are whitened (4 bytes a value)."""
@@ -97,6 +108,8 @@ class Trainer:
         alone, so ten networks may be trained at once or in groups. With ``counts``, ``right`` adds up how many images
         of the batches each network knew before it learned from them.
         """
+        if recipe.photo is not None and images.normalise is None:
+            raise M3DError("photographs are augmented before they are normalised; whitened images (zca) cannot be")
         device = images.pixels.device
         self.sample, self.length = sample, sample or len(images)  # images an epoch has
         self.net, self.images, self.recipe, self.seed, self.runtime = net, images, recipe, seed, runtime
@@ -116,6 +129,7 @@ class Trainer:
         self.slot = torch.zeros(1, dtype=torch.long, device=device)
         self.index = torch.zeros(block, repeats, self.batch, dtype=torch.long, device=device)
         self.uniforms = torch.zeros(block, repeats, self.batch, UNIFORMS, device=device)
+        self.photo = torch.zeros(block, repeats, self.batch, PHOTO_UNIFORMS if recipe.photo else 0, device=device)
         self.mix = torch.zeros(block, repeats, 4, device=device)
         self.partner = torch.zeros(block, repeats, self.batch, dtype=torch.long, device=device)
         self._steps: dict[int, Repeated] = {}  # by batch size: the last batch of an epoch may be smaller
@@ -163,8 +177,10 @@ class Trainer:
         padded = functional.pad(order, (0, k * self.batch - n)).unflatten(-1, (k, self.batch))
         self.index.copy_(padded.movedim(2, 1).flatten(0, 1))
         steps = torch.arange(epoch * k, (epoch + self.epochs_per_block) * k, device=device)
-        draws = rng.uniform(self.seed, rng.Purpose.TRAIN_AUGMENT, steps, self.lanes, self.batch * UNIFORMS)
-        self.uniforms.copy_(draws.unflatten(-1, (self.batch, UNIFORMS)))
+        usual, more = self.batch * UNIFORMS, self.batch * self.photo.shape[-1]
+        draws = rng.uniform(self.seed, rng.Purpose.TRAIN_AUGMENT, steps, self.lanes, usual + more)
+        self.uniforms.copy_(draws[..., :usual].unflatten(-1, (self.batch, UNIFORMS)))
+        self.photo.copy_(draws[..., usual:].unflatten(-1, self.photo.shape[-2:]))
         self.uniforms[..., 0] = self.uniforms[..., :1, 0]  # one choice of operation per network and batch
         self.mix.copy_(rng.uniform(self.seed, rng.Purpose.CUTMIX, steps, self.lanes, 4))
         self.partner.copy_(rng.bits(self.seed, rng.Purpose.PARTNER, steps, self.lanes, self.batch))
@@ -189,8 +205,12 @@ class Trainer:
     def _batch(self, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(images [R, b, ...], labels [R, b], CutMix partners' labels [R, b], share of the first label [R])."""
         index = pick(self.index, self.slot)[:, :size]
-        images = self.images.take(index)
+        images = self.images.plain(index)
         shape = images.shape
+        if self.recipe.photo is not None:
+            photo = pick(self.photo, self.slot)[:, :size].flatten(0, 1)
+            images = self.recipe.photo(images.flatten(0, 1), photo).view(shape)
+        images = self.images.seen(images)
         augment, u = self.recipe.augment, pick(self.uniforms, self.slot)[:, :size].flatten(0, 1)
         parameters = augment.parameters(u, (shape[-2], shape[-1]))
         images = augment.apply(images.flatten(0, 1)[:, None], parameters).view(shape)
@@ -220,6 +240,7 @@ class Trainer:
         many = min(len(self.images), _REFERENCE)
         reference = self.images.take(torch.linspace(0, len(self.images) - 1, many, device=self.flat.device).long())
         right = torch.zeros(self.repeats, dtype=torch.long, device=self.flat.device)
+        chunk = min(chunk, max(1, _TEST_PIXELS // (test.pixels.shape[-2] * test.pixels.shape[-1])))
         for first in range(0, len(test), chunk):
             index = torch.arange(first, min(first + chunk, len(test)), device=self.flat.device)
             images, labels = test.take(index), test.labels[index]

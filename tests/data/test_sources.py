@@ -70,9 +70,11 @@ def test_spellings_of_a_name(written: str, name: str) -> None:
 
 
 def test_names() -> None:
-    assert dataset_names() == ["cifar10", "cifar100", "digits", "fashion-mnist", "mnist", "svhn"]
-    assert [len(RECORDS[name].class_names) for name in dataset_names()] == [10, 100, 10, 10, 10, 10]
-    assert [RECORDS[name].mirror for name in dataset_names()] == [True, True, False, True, False, False]
+    files = ["cifar10", "cifar100", "digits", "fashion-mnist", "mnist", "svhn"]
+    folders = ["imagenet10", "imagenet100", *(f"imagenet100-{part}" for part in range(1, 6))]
+    assert dataset_names() == sorted(files + folders) and sorted(RECORDS) == files
+    assert [len(RECORDS[name].class_names) for name in files] == [10, 100, 10, 10, 10, 10]
+    assert [RECORDS[name].mirror for name in files] == [True, True, False, True, False, False]
 
 
 @pytest.mark.parametrize("record", RECORDS.values(), ids=RECORDS.keys())

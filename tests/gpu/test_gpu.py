@@ -11,6 +11,7 @@ from m3d.errors import Interrupted
 from m3d.methods import Task, make_method
 from m3d.nets import FlatNet, make_net
 from m3d.normalise import Normalise, Zca
+from m3d.photo import Photo
 from m3d.runtime import Runtime
 from m3d.store import RunFolder
 from m3d.train import Images, Recipe, Trainer
@@ -164,3 +165,20 @@ def test_recorded_training_equals_the_cpu(mode):
             trainer.run(5)
         flats.append(trainer.flat.detach().cpu())
     assert (flats[0] - flats[1]).norm() / flats[0].norm() < 1e-3
+
+
+def test_photographs_augmentation_is_the_same_and_can_be_recorded():
+    """The same draws give the same images on both devices, and a step with them replays as a graph."""
+    pixels = torch.rand(12, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    recipe = Recipe(epochs=8, batch=4, lr=0.05, cutmix=1.0, photo=Photo())
+    batches = []
+    for device in ("cpu", "cuda"):
+        images = Images(pixels.to(device), (torch.arange(12) % 3).to(device), (0.5,) * 3, (0.2,) * 3)
+        net = FlatNet(make_net(NET, (3, 16, 16), 3), device)
+        trainer = Trainer(net, images, recipe, 2, 0, Runtime.choose(device, "fp32"))
+        trainer._begin_epoch()
+        batches.append(trainer._batch(4)[0].cpu())
+        before = trainer.flat.detach().clone()
+        trainer.run(8)
+        assert torch.isfinite(trainer.flat).all() and not torch.equal(trainer.flat, before)
+    torch.testing.assert_close(*batches, atol=1e-4, rtol=1e-4)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import struct
 import zlib
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -22,18 +23,22 @@ _LAYOUT = "expected: train/CLASS/*.png and test/CLASS/*.png (or val, valid, vali
 _UNREADABLE = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, Image.DecompressionBombError)
 
 
-def read_folder(root: Path, size: int | None) -> tuple[ClassData, ClassData, tuple[str, ...]]:
+def read_folder(
+    root: Path, size: int | None, classes: Sequence[str] | None = None
+) -> tuple[ClassData, ClassData, tuple[str, ...]]:
     """(train, test, class names) of an image folder; class names are the sorted names of the folders in ``train``.
 
+    With ``classes`` only those folders are read, in that order; the others are not even listed.
     Images have one channel if all training images are greyscale, else three. Transparent pixels are shown on white;
     EXIF rotation is applied. With ``size``, the shorter side is resized to it (bicubic, antialiased) and the centre
     is cropped.
     """
-    test_root = next((root / name for name in _TEST_FOLDERS if (root / name).is_dir()), None)
+    first = classes[0] if classes else ""  # a folder without it, as ILSVRC's unlabelled test, is not the test split
+    test_root = next((root / name for name in _TEST_FOLDERS if (root / name / first).is_dir()), None)
     if not (root / "train").is_dir() or test_root is None:
         missing = "train" if test_root is not None else "test" if (root / "train").is_dir() else "train or test"
         raise M3DError(f"{root}: has no {missing} folder; {_LAYOUT}")
-    train, test = _list_classes(root / "train"), _list_classes(test_root)
+    train, test = _list_classes(root / "train", classes), _list_classes(test_root, classes)
     if train.keys() != test.keys():
         missing = ", ".join(sorted(train.keys() - test.keys())) or "none"
         extra = ", ".join(sorted(test.keys() - train.keys())) or "none"
@@ -56,9 +61,12 @@ def resize(images: np.ndarray, size: int) -> np.ndarray:
     return result
 
 
-def _list_classes(split: Path) -> dict[str, list[Path]]:
+def _list_classes(split: Path, wanted: Sequence[str] | None) -> dict[str, list[Path]]:
     """The image files of every class of a split, both in sorted order; hidden files and other kinds are ignored."""
-    folders = sorted(path for path in split.iterdir() if path.is_dir() and not path.name.startswith("."))
+    if wanted is None:
+        folders = sorted(path for path in split.iterdir() if path.is_dir() and not path.name.startswith("."))
+    else:
+        folders = [path for name in wanted if (path := split / name).is_dir()]
     if not folders:
         raise M3DError(f"{split}: has no class folders; {_LAYOUT}")
     classes = {folder.name: sorted(path for path in folder.rglob("*") if _is_image(path, folder)) for folder in folders}

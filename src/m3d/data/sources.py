@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from m3d.data import folder, official, readers
+from m3d.data import folder, imagenet, official, readers
 from m3d.data.classes import ClassData, Dataset, channel_statistics
 from m3d.data.official import Record
 from m3d.data.readers import Arrays
@@ -31,22 +31,27 @@ def load_data(
 
     A name wins over a file of that name (write ``./cifar10`` for the file); a ``Path`` is always a path. The files of a
     named dataset are looked for below ``data_root`` (or ``$M3D_DATA``, or ``~/.cache/m3d``) and, if they are not
-    there, downloaded to it. ``size`` brings images to ``size``×``size``. Mean and deviation are those of the whole
-    training split, whether or not a part of it is then held out for validation. With ``zca`` networks see images
-    whitened by that split's covariance (:class:`m3d.normalise.Zca`); pixels stay as they are.
+    there, downloaded to it (not those of ImageNet, which must be there). ``size`` brings images to ``size``×``size``.
+    Mean and deviation are those of the whole training split, whether or not a part of it is then held out for
+    validation. With ``zca`` networks see images whitened by that split's covariance (:class:`m3d.normalise.Zca`);
+    pixels stay as they are.
     """
     if size is not None and size < 1:
         raise M3DError(f"size={size} is not valid; allowed: 1 or more")
     record = official.find(source) if isinstance(source, str) else None
-    recipe: dict[str, Any] = {"source": record.name if record else str(_existing(source))}
-    if record and data_root is not None:
+    subset = imagenet.find(source) if isinstance(source, str) else None
+    name = record.name if record else subset
+    recipe: dict[str, Any] = {"source": name or str(_existing(source))}
+    if name and data_root is not None:
         recipe["data_root"] = str(Path(data_root).expanduser().resolve())
     if size is not None:
         recipe["size"] = size
     if val_fraction:
         recipe |= {"val_fraction": val_fraction, "split_seed": split_seed}
-    if record:
-        root = Path(data_root or os.environ.get("M3D_DATA") or "~/.cache/m3d").expanduser()
+    root = Path(data_root or os.environ.get("M3D_DATA") or "~/.cache/m3d").expanduser()
+    if subset:
+        dataset = _from_imagenet(subset, root, size, recipe)
+    elif record:
         arrays = official.read(record, root, download=download)
         dataset = _from_arrays(arrays, record, record.name, size, recipe)
     else:
@@ -59,7 +64,7 @@ def load_data(
 
 def dataset_names() -> list[str]:
     """The names that ``load_data`` knows."""
-    return sorted(official.RECORDS)
+    return sorted([*official.RECORDS, *imagenet.subsets()])
 
 
 def _existing(source: str | Path) -> Path:
@@ -73,6 +78,13 @@ def _existing(source: str | Path) -> Path:
             f"{unknown('dataset', str(source), dataset_names())} A path must exist, and {str(source)!r} does not."
         )
     raise M3DError(f"{path}: no such file or folder; a dataset name is one of {', '.join(dataset_names())}")
+
+
+def _from_imagenet(name: str, root: Path, size: int | None, recipe: dict[str, Any]) -> Dataset:
+    """A subset of ImageNet, with ImageNet's own statistics."""
+    where = imagenet.root_of(name, root)
+    train, test, names = folder.read_folder(where, size or imagenet.SIDE, imagenet.subsets()[name])
+    return Dataset(name, train, test, names, imagenet.MEAN, imagenet.STD, recipe=recipe)
 
 
 def _from_path(path: Path, size: int | None, recipe: dict[str, Any]) -> Dataset:

@@ -1,0 +1,170 @@
+"""What ``m3d reproduce`` does and prints."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from m3d.errors import Interrupted, M3DError, unknown
+from m3d.reproduce.cells import RUNS, Cell, Overrides, Plan, select
+from m3d.reproduce.plans import find
+from m3d.reproduce.published import published
+from m3d.reproduce.records import Record, Records, read
+from m3d.terminal import epoch_bar, progress_bar
+
+
+@dataclass(frozen=True)
+class Request:
+    """One call: which plan, which of its cells, where to, under which overrides."""
+
+    name: str
+    cell: str | None
+    out: Path
+    overrides: Overrides
+    as_json: bool = False
+
+    def plan(self) -> None:
+        """Print what would be done."""
+        from m3d.reproduce.cost import estimate
+
+        rows: list[dict[str, Any]] = []
+        made = {file.parent.name for file in (self.out / RUNS).glob("*/condensed.safetensors")}
+        for plan, cells in self._chosen():
+            records = Records(self.out, plan, self.overrides)
+            for cell in cells:
+                finished = records.of(cell) is not None
+                seconds, memory = (0.0, 0.0) if finished else estimate(cell, self.overrides, made)
+                place = {"plan": plan.name, "cell": cell.key, "finished": finished}
+                rows.append({**place, "seconds": round(seconds, 1), "memory": round(memory)})
+        if self.as_json:
+            typer.echo(json.dumps(rows))
+            return
+        width = max(len(f"{r['plan']}  {r['cell']}") for r in rows)
+        for row in rows:
+            cost = "finished" if row["finished"] else f"{duration(row['seconds']):>8}  {row['memory'] / 2**30:6.1f} GiB"
+            typer.echo(f"{row['plan'] + '  ' + row['cell']:<{width}}  {cost}")
+        todo = [row for row in rows if not row["finished"]]
+        total, most = sum(r["seconds"] for r in todo), max((r["memory"] for r in todo), default=0)
+        typer.echo(
+            f"{len(todo)} of {len(rows)} cells to run: about {duration(total)} and at most {most / 2**30:.1f} GiB on "
+            f"one H200, estimated from a few measurements; a set that cells share is counted once"
+        )
+
+    def render(self) -> None:
+        """Make tables and figures from the records."""
+        from m3d.reproduce.render import render
+
+        for plan, _ in self._chosen():
+            records = Records(self.out, plan, self.overrides)
+            if self.name.lower() == "all" and not records.file.exists():
+                continue
+            self._say_files(render(records))
+
+    def run(
+        self, data_root: Path | None, device: str, checkpoint_seconds: float, seconds: float | None, again: bool
+    ) -> None:
+        """Make the missing cells, then show what there is; one failed cell does not stop the others."""
+        if seconds is not None and not seconds > 0:
+            raise M3DError(f"--time-limit {seconds} is not valid; allowed: a positive number of seconds")
+        from m3d.reproduce.render import render
+        from m3d.reproduce.runner import Listener, run
+        from m3d.reproduce.work import Place, Watch
+
+        chosen = self._chosen()
+        place = Place(self.out, data_root, device, checkpoint_seconds)
+        ends = None if seconds is None else time.monotonic() + seconds
+        failures: list[tuple[Cell, M3DError]] = []
+        for plan, cells in chosen:
+            listener = Listener(self._begin, self._done(plan), self._failed)
+            try:
+                with progress_bar(self.as_json) as bar, epoch_bar(self.as_json) as epochs:
+                    watch = Watch(bar, epochs)
+                    left = None if ends is None else ends - time.monotonic()
+                    settings: dict[str, Any] = {"again": again, "seconds": left, "listener": listener, "watch": watch}
+                    summary = run(plan, cells, place, self.overrides, **settings)
+            except Interrupted as stop:
+                self._render_if_any(plan)
+                typer.echo(f"m3d: {plan.name}: {stop}; the same command goes on from here", err=True)
+                raise typer.Exit(130) from None
+            failures += summary.failed
+            if summary.skipped and not self.as_json:
+                typer.echo(f"{plan.name}: {summary.skipped} of {len(cells)} cells were finished before")
+            records = Records(self.out, plan, self.overrides)
+            if any(records.of(cell) for cell in plan.cells):
+                self._say_files(render(records))
+        if failures:
+            cell, error = failures[0]
+            raise M3DError(f"{len(failures)} cells failed; {cell.key}: {error}")
+
+    def _chosen(self) -> list[tuple[Plan, list[Cell]]]:
+        """The plans asked for, each with the cells asked for."""
+        chosen = []
+        for plan, confined in find(self.name):
+            cells = select(plan.cells, confined)
+            chosen.append((plan, cells if self.cell is None else _narrow(cells, self.cell)))
+        kept = [(plan, cells) for plan, cells in chosen if cells]
+        if not kept:
+            keys = {c.key.rpartition("/seed")[0] or c.key for plan, _ in chosen for c in plan.cells}
+            raise unknown("cell", str(self.cell), keys)
+        return kept
+
+    def _begin(self, number: int, of: int, cell: Cell, left: float) -> None:
+        if not self.as_json:
+            typer.echo(f"[{number} of {of}] {cell.key}: about {duration(left)} left", err=True)
+
+    def _done(self, plan: Plan) -> Any:
+        def done(cell: Cell, record: Record) -> None:
+            shown = {k: v for k, v in record.items() if k != "picture"}
+            typer.echo(json.dumps(shown) if self.as_json else f"{cell.key}: {headline(plan, cell, record)}")
+
+        return done
+
+    def _failed(self, cell: Cell, error: M3DError) -> None:
+        typer.echo("m3d: " + " ".join(f"{cell.key}: {error}".split()), err=True)
+
+    def _render_if_any(self, plan: Plan) -> None:
+        from m3d.reproduce.render import render
+
+        records = Records(self.out, plan, self.overrides)
+        if any(records.of(cell) for cell in plan.cells):
+            render(records)
+
+    def _say_files(self, files: list[Path]) -> None:
+        if not self.as_json:
+            typer.echo(" ".join(map(str, files)))
+
+
+def _narrow(cells: list[Cell], pattern: str) -> list[Cell]:
+    try:
+        return select(cells, pattern)
+    except M3DError:  # another plan of the same call may have it; none at all is told by the caller
+        return []
+
+
+def headline(plan: Plan, cell: Cell, record: Record) -> str:
+    """What a finished cell says in one line."""
+    place = read(record, "accuracy")
+    if place is None or place.mean is None:
+        return "made"
+    spread = "" if place.sd is None else f" ± {place.sd:.2f}"
+    text = f"{place.mean:.2f}{spread} % (last epoch, n={place.n})"
+    labels = {c.label for t in plan.tables for c in t.columns if (c.cells, c.measure) == (cell.column, "accuracy")}
+    theirs = next((p for label in sorted(labels) if (p := published(plan.name, cell.row, label))), None)
+    if theirs is None:
+        return text
+    paper = f"{theirs.mean:g}" + ("" if theirs.sd is None else f" ± {theirs.sd:g}")
+    return f"{text}; published {paper} ({theirs.source}), difference {place.mean - theirs.mean:+.2f}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as a person says them."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    if seconds < 5400:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"

@@ -1,0 +1,115 @@
+"""How long a cell takes and how much memory, before it is run: a rule of three from a few measured figures.
+
+Measured on one H200 at CIFAR-10, IPC 10 (LAB.md): a step of M3D, 1.5 ms and 0.76 GiB, sends 128 real images of each of
+10 classes forward and 40 synthetic ones forward and back; the evaluation trains 10 networks for 1,000 epochs on 400
+images in 10 s. Everything is taken to grow with classes × images × pixels, where an image that is also sent back counts
+three times. Memory is that of all classes at once; where it is short, a step takes fewer at a time. What has not been
+measured (other networks, methods that train networks between steps) is a guess, and
+marked so below; the time left that a run shows corrects itself by what its own cells took.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from m3d.reproduce.cells import FACTS, WHOLE, Cell, Facts, Overrides, Source, set_name
+
+STEP_SECONDS = 1.5e-3
+STEP_BYTES = 0.76 * 2**30
+EVALUATION_SECONDS = 10.0
+START_SECONDS = 25.0  # data, compiling and recording, with a warm cache
+_STEP_WORK = 10 * (128 + 3 * 40) * 32 * 32  # classes × images × pixels of the measured step
+_EVALUATION_WORK = 10 * 1000 * 400 * 32 * 32  # networks × epochs × images × pixels of the measured evaluation
+_LEAST = 0.2  # of a measured step or epoch: what small work takes however small it is
+
+# A network's cost per pixel in units of ConvNet-3's. Guesses from their arithmetic and number of layers.
+_NETS = {"resnet10": 4.0, "densenet121": 12.0, "resnetap10": 0.7}
+# A step's cost in units of M3D's for as many images. DM's was measured: it draws a new encoder every step. The others
+# are guesses: gradient matching differentiates twice and trains networks in between.
+_METHODS = {
+    "dm": 1.5,
+    "dc": 8.0,
+    "dsa": 8.0,
+    "idc": 10.0,
+    "idc-i": 10.0,
+    "idm": 6.0,
+    "cafe": 4.0,
+    "cafe-dsa": 4.0,
+    "mtt": 20.0,
+}
+_REAL = {"m3d": 128, "idc": 64, "idc-i": 64}  # real images per class and step; others 256
+_EPOCHS = {"paper": 1000, "dsa": 1000, "dc": 300, "cafe": 600, "whole": 100, "imagenet": 1000, "imagenet100": 600}
+_SELECTION_SECONDS = 30.0  # training the network whose representation herding and k-center choose by; a guess
+
+
+class Estimate(NamedTuple):
+    seconds: float
+    memory: float  # bytes on the device
+
+    def __add__(self, other: object) -> Estimate:  # one after the other
+        if not isinstance(other, Estimate):
+            return NotImplemented
+        return Estimate(self.seconds + other.seconds, max(self.memory, other.memory))
+
+
+def estimate(cell: Cell, overrides: Overrides, made: set[str] | None = None) -> Estimate:
+    """What a cell takes on one H200. Sets in ``made`` (by :func:`set_name`) cost nothing; its own are added there."""
+    made = set() if made is None else made
+    total = Estimate(1.0, 0.0)
+    for source in cell.sources:
+        if (name := set_name(source, overrides)) not in made:
+            total += condensing(overrides.source(source))
+            made.add(name)
+    if "accuracy" in cell.measures:
+        total += evaluating(cell, overrides)
+    if "moments" in cell.measures:  # every training image once through each of ten encoders
+        facts = FACTS[cell.tested_on]
+        total += Estimate(10 * facts.train * _pixels(facts) * STEP_SECONDS / _STEP_WORK, STEP_BYTES)
+    return total
+
+
+def condensing(source: Source) -> Estimate:
+    """What making a set takes."""
+    facts = FACTS[source.data]
+    held = facts.train * _pixels(facts) * facts.shape[0]
+    if source.method == WHOLE:
+        return Estimate(START_SECONDS, held)
+    if source.steps == 0:
+        return Estimate(5.0 if source.method == "random" else _SELECTION_SECONDS, held)
+    real = _REAL.get(source.method, 256)
+    synthetic = min(200, source.ipc * factor(source) ** 2)
+    work = facts.classes * (real + 3 * synthetic) * _pixels(facts) * _net(source.net) / _STEP_WORK
+    multiple = _METHODS.get(source.method, 1.0)
+    seconds = START_SECONDS + source.steps * STEP_SECONDS * max(work, _LEAST) * multiple
+    return Estimate(seconds, held + STEP_BYTES * work)
+
+
+def evaluating(cell: Cell, overrides: Overrides) -> Estimate:
+    """What training and testing the cell's networks takes."""
+    facts = FACTS[cell.tested_on]
+    source = cell.sources[0]
+    epochs = cell.epochs or _EPOCHS[cell.protocol]
+    epochs = epochs if overrides.epochs is None else min(epochs, overrides.epochs)
+    per_class = source.ipc * factor(source) ** 2
+    images = facts.train if source.method == WHOLE else facts.classes * per_class
+    work = overrides.repeats_of(cell) * epochs * images * _pixels(facts) * _net(cell.net) / _EVALUATION_WORK
+    held = facts.test * _pixels(facts) * facts.shape[0]
+    return Estimate(5.0 + EVALUATION_SECONDS * work, held + STEP_BYTES * _net(cell.net) * _pixels(facts) / 1024)
+
+
+def factor(source: Source) -> int:
+    """The factor a set is stored with: its own, else its method's."""
+    given = dict(source.options).get("factor")
+    if given is not None:
+        return int(given)
+    if source.method not in ("m3d", "idc", "idm"):
+        return 1
+    return 3 if FACTS[source.data].shape[1] >= 128 else 2
+
+
+def _pixels(facts: Facts) -> int:
+    return facts.shape[1] * facts.shape[2]
+
+
+def _net(spec: str) -> float:
+    return _NETS.get(spec.partition(":")[0], 1.0)

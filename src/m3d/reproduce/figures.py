@@ -1,0 +1,239 @@
+"""The paper's figures from records: as wide as a paper's column, in colours that colour-blind readers tell apart."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from PIL import Image
+
+from m3d.reproduce.cells import FACTS, Cell
+from m3d.reproduce.records import Place, Record, Records
+
+WIDTH = 3.3  # inches
+_FONT = 7
+# Okabe and Ito's palette; series differ in marker and line too.
+_BLUE, _ORANGE, _GREEN, _RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
+_STYLES = ((_BLUE, "o", "-"), (_ORANGE, "s", "--"), (_GREEN, "^", ":"))
+_KERNELS = {"linear": (_ORANGE, ""), "polynomial": (_GREEN, "////"), "gaussian": (_BLUE, "xxxx")}
+
+
+def steps(records: Records) -> dict[str, Figure]:
+    """Accuracy over condensing steps, one line per series, ± one standard deviation."""
+    (table,) = records.plan.tables
+    figure, axes = _figure(2.2)
+    for column, (colour, marker, line) in zip(table.columns, _STYLES, strict=True):
+        points = [(int(row.key), p) for row in table.rows if (p := records.place(row.key, column.cells, "accuracy"))]
+        if points:
+            x, y, error = [k for k, _ in points], *_columns([p for _, p in points])
+            axes.errorbar(
+                x, y, error, color=colour, marker=marker, linestyle=line, label=column.label, **_line_settings()
+            )
+    axes.set_xlabel("condensing steps", fontsize=_FONT)
+    axes.set_ylabel("test accuracy, %", fontsize=_FONT)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    _legend(axes)
+    return {"": figure}
+
+
+def ipm(records: Records) -> dict[str, Figure]:
+    """Accuracy (left) and seconds (right) against iterations per model."""
+    (table,) = records.plan.tables
+    figure, axes = _figure(2.1)
+    right = axes.twinx()
+    keys = [row.key for row in table.rows if records.place(row.key, "M3D", "accuracy")]
+    accuracy = [p for key in keys if (p := records.place(key, "M3D", "accuracy"))]
+    seconds = [p for key in keys if (p := records.place(key, "M3D", "seconds"))]
+    x = range(len(keys))
+    y, error = _columns(accuracy)
+    bars = right.bar(x, [p.mean or 0.0 for p in seconds], color="#cfcfcf", width=0.55, label="time", zorder=1)
+    line = axes.errorbar(x, y, error, color=_BLUE, marker="o", label="accuracy", **_line_settings())
+    axes.set_zorder(right.get_zorder() + 1)  # the line before the bars
+    axes.patch.set_visible(False)
+    axes.set_xticks(x, keys)
+    axes.set_xlabel("iterations per model (IPM)", fontsize=_FONT)
+    axes.set_ylabel("test accuracy, %", fontsize=_FONT, color=_BLUE)
+    right.set_ylabel("condensing, s (bars)", fontsize=_FONT, color="#555555")
+    right.set_ylim(0, 1.8 * max((p.mean or 0.0 for p in seconds), default=1.0))
+    right.tick_params(labelsize=_FONT, colors="#555555")
+    right.spines["top"].set_visible(False)
+    axes.legend([line, bars], ["accuracy", "time"], fontsize=_FONT, frameon=False, loc="upper right", ncols=2)
+    low, high = axes.get_ylim()
+    axes.set_ylim(low - 0.5 * (high - low), high + 0.25 * (high - low))  # bars below the line, legend above it
+    return {"": figure}
+
+
+def kernel(records: Records) -> dict[str, Figure]:
+    """Accuracy of the three kernels on each dataset."""
+    (table,) = records.plan.tables
+    rows = [r for r in table.rows if any(records.place(r.key, c.cells, "accuracy") for c in table.columns)]
+    figure, axes = _figure(2.0)
+    for k, column in enumerate(table.columns):
+        found = [(i, p) for i, row in enumerate(rows) if (p := records.place(row.key, column.cells, "accuracy"))]
+        if not found:
+            continue
+        y, error = _columns([p for _, p in found])
+        x = [i + 0.27 * (k - 1) for i, _ in found]
+        axes.bar(
+            x,
+            y,
+            0.25,
+            yerr=error,
+            label=_proper(column.label),
+            error_kw={"elinewidth": 0.7, "capsize": 1.5},
+            **_bar_settings(column.label),
+        )
+        for place, value, spread in zip(x, y, error, strict=True):
+            axes.text(place, value + spread + 3, f"{value:.1f}", ha="center", fontsize=_FONT - 1, rotation=90)
+    axes.set_xticks(range(len(rows)), [row.labels[0] for row in rows])
+    axes.set_ylabel("test accuracy, %", fontsize=_FONT)
+    axes.set_ylim(0, 140)
+    axes.set_yticks(range(0, 101, 20))
+    axes.legend(fontsize=_FONT, frameon=False, ncols=3, loc="upper center", handlelength=1.2, columnspacing=1.2)
+    return {"": figure}
+
+
+def motivation(records: Records) -> dict[str, Figure]:
+    """Above: two distributions. Below: how clearly each kernel tells them apart."""
+    titles = {"mean": "means\ndiffer", "variance": "variances\ndiffer", "skewness": "skewnesses\ndiffer"}
+    titles["aligned"] = "nothing\ndiffers"
+    found = [(cell.row, r) for cell in records.plan.cells if (r := records.of(cell))]
+    figure = Figure(figsize=(WIDTH, 2.5), layout="constrained")
+    axes = figure.subplots(2, len(found), squeeze=False, sharey="row", height_ratios=(1.0, 1.25))
+    for k, (kind, record) in enumerate(found):
+        _densities(axes[0, k], record, titles[kind])
+        _seen(axes[1, k], record)
+    for row, label in ((0, "density"), (1, "MMD² / chance")):
+        axes[row, 0].set_ylabel(label, fontsize=_FONT)
+    axes[0, 0].set_ylim(bottom=0)
+    places: tuple[tuple[int, Any], ...] = ((0, "outside upper center"), (1, "outside lower center"))
+    for row, place in places:
+        handles, labels = axes[row, 0].get_legend_handles_labels()
+        settings: dict[str, Any] = {"fontsize": _FONT, "frameon": False, "handlelength": 1.5, "columnspacing": 1.2}
+        figure.legend(handles, labels, ncols=3, loc=place, **settings)
+    return {"": figure}
+
+
+def _densities(axes: Axes, record: Record, title: str) -> None:
+    low, high = record["range"]
+    edges = np.linspace(low, high, len(record["original"]) + 1)
+    axes.stairs(record["original"], edges, fill=True, color=_BLUE, alpha=0.35, label="original")
+    axes.stairs(record["synthetic"], edges, color=_RED, linewidth=1.0, label="synthetic")
+    axes.set_title(title, fontsize=_FONT)
+    axes.set_yticks([])
+    axes.set_xticks([0], ["0"])
+    _plain(axes)
+
+
+def _seen(axes: Axes, record: Record) -> None:
+    values = record["seen"]
+    for k, name in enumerate(_KERNELS):
+        axes.bar(k, values[name], 0.8, label=_proper(name), **_bar_settings(name))
+        axes.text(k, values[name] + 1.0, f"{values[name]:.0f}", ha="center", va="bottom", fontsize=_FONT - 1)
+    axes.axhline(1.0, color="black", linewidth=0.6, linestyle="--")
+    axes.set_xticks([])
+    _plain(axes)
+
+
+def images(records: Records) -> dict[str, Figure]:
+    """A figure per dataset: the start, DM and M3D side by side; without factor above, with factor below."""
+    figures = {}
+    for data in dict.fromkeys(cell.row for cell in records.plan.cells):
+        cells = [cell for cell in records.plan.cells if cell.row == data]
+        pictures = {cell.column: r["picture"] for cell in cells if (r := records.of(cell))}
+        if pictures:
+            figures[f"-{data}"] = _panels(cells, pictures)
+    return figures
+
+
+def _panels(cells: list[Cell], pictures: dict[str, Record]) -> Figure:
+    kinds = [part for part in ("no factor", "factor") if any(name.endswith(f", {part}") for name in pictures)]
+    columns = [c for c in ("initial", "DM", "M3D") if any(name.startswith(c) for name in pictures)]
+    sheet = next(iter(pictures.values()))
+    side = WIDTH * 0.78 / (len(columns) * sheet["columns"])  # inches of one image; the rest is for names
+    height = len(kinds) * (sheet["rows"] * side + 0.2) + 0.2
+    layout = ConstrainedLayoutEngine(h_pad=0.02, w_pad=0.03, hspace=0, wspace=0)
+    figure = Figure(figsize=(WIDTH, height), layout=layout)
+    axes = figure.subplots(len(kinds), len(columns), squeeze=False)
+    for i, part in enumerate(kinds):
+        for j, name in enumerate(columns):
+            _panel(axes[i, j], pictures.get(f"{name}, {part}"), f"{name}, {part}", j == 0)
+    source = cells[0].sources[0]
+    title = f"{FACTS[source.data].title}, {source.ipc} per class" if source.data in FACTS else source.data
+    figure.suptitle(title, fontsize=_FONT)
+    return figure
+
+
+def _panel(axes: Axes, sheet: Record | None, title: str, first: bool) -> None:
+    axes.set_xticks([])
+    axes.set_yticks([])
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    if sheet is None:
+        return
+    pixels = np.asarray(Image.open(io.BytesIO(base64.b64decode(sheet["png"]))).convert("RGB"))
+    rows, columns = sheet["rows"], sheet["columns"]
+    h, w = pixels.shape[0] // rows, pixels.shape[1] // columns
+    gap = max(1, h // 16)
+    canvas = np.full((rows * (h + gap) - gap, columns * (w + gap) - gap, 3), 255, np.uint8)
+    for r in range(rows):
+        for c in range(columns):
+            top, left = r * (h + gap), c * (w + gap)
+            canvas[top : top + h, left : left + w] = pixels[r * h : (r + 1) * h, c * w : (c + 1) * w]
+    axes.imshow(canvas, interpolation="nearest")
+    axes.set_title(title, fontsize=_FONT - 0.5, pad=2)
+    if first and sheet["names"]:
+        names = [name.replace("/", "/\n") for name in sheet["names"]]
+        axes.set_yticks([r * (h + gap) + h / 2 for r in range(rows)], names, fontsize=_FONT - 1.5)
+        axes.tick_params(length=0, pad=1)
+
+
+def _figure(height: float) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(WIDTH, height), layout="constrained")
+    axes = figure.add_subplot()
+    _plain(axes)
+    return figure, axes
+
+
+def _plain(axes: Axes) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(labelsize=_FONT, length=2, pad=2)
+
+
+def _legend(axes: Axes) -> None:
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize=_FONT, frameon=False, loc="lower right")
+
+
+def _columns(places: list[Place]) -> tuple[list[float], list[float]]:
+    """Means and standard deviations (0 where there is none)."""
+    return [p.mean or 0.0 for p in places], [p.sd or 0.0 for p in places]
+
+
+def _line_settings() -> dict[str, Any]:
+    return {"markersize": 3, "linewidth": 1.1, "elinewidth": 0.7, "capsize": 1.5}
+
+
+def _proper(kernel: str) -> str:
+    return "Gaussian" if kernel == "gaussian" else kernel
+
+
+def _bar_settings(kernel: str) -> dict[str, Any]:
+    """How a kernel's bars are told apart: by colour and by hatching."""
+    colour, hatch = _KERNELS[kernel]
+    return {"color": colour, "hatch": hatch, "edgecolor": "white", "linewidth": 0.3}
+
+
+FIGURES: dict[str, Callable[[Records], dict[str, Figure]]] = {
+    "steps": steps,
+    "ipm": ipm,
+    "kernel": kernel,
+    "motivation": motivation,
+    "images": images,
+}

@@ -1,0 +1,210 @@
+"""Every plan builds, is told by its name and the paper's number, and is estimated without running anything."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from m3d.cli import main
+from m3d.errors import M3DError
+from m3d.methods import METHODS, Task
+from m3d.reproduce.cells import FACTS, STEPS, Cell, Overrides, Source, cell_digest, imagenet_epochs, select, set_digest
+from m3d.reproduce.cost import EVALUATION_SECONDS, START_SECONDS, STEP_BYTES, estimate
+from m3d.reproduce.plans import ALIASES, PLANS, find
+
+NAMES = {"moments", "lowres", "imagenet", "cross-arch", "compat", "motivation", "steps", "ipm", "kernel", "images"}
+CELLS = {"lowres": 307, "moments": 5, "imagenet": 24, "cross-arch": 18, "compat": 8, "motivation": 4, "steps": 24}
+CELLS |= {"ipm": 7, "kernel": 15, "images": 36}
+WAITED_FOR = {"idm", "cafe", "cafe-dsa", "datadam", "mtt"}  # methods a plan may name before they are there
+
+
+def run(capsys, *arguments) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as stop:
+        main([str(a) for a in arguments])
+    captured = capsys.readouterr()
+    return stop.value.code, captured.out, captured.err
+
+
+def test_all_plans_are_there():
+    assert set(PLANS) == NAMES and {name: len(plan.cells) for name, plan in PLANS.items()} == CELLS
+    for plan in PLANS.values():
+        rows = {row.key for table in plan.tables for row in table.rows}
+        assert rows and all(table.columns for table in plan.tables)
+        for cell in plan.cells:
+            assert any(c.cells == cell.column for table in plan.tables for c in table.columns), cell.key
+            assert cell.pair or all(source.data in FACTS for source in cell.sources)
+
+
+def test_methods_options_networks_and_protocols_exist():
+    from m3d.evaluation import make_protocol
+    from m3d.nets import make_net
+
+    sources = {s for plan in PLANS.values() for cell in plan.cells for s in cell.sources if s.method != "whole"}
+    checked = 0
+    for source in sources:
+        facts = FACTS[source.data]
+        make_net(source.net, facts.shape, facts.classes)
+        if source.method not in METHODS.names():
+            assert source.method in WAITED_FOR
+            continue
+        entry = METHODS.get(source.method)
+        options = entry.resolve(dict(source.options))
+        made = entry.build(Task(source.data, facts.shape, facts.classes, source.ipc), **options)
+        assert made.steps == source.steps, source  # the estimates know the methods' own steps
+        checked += 1
+    assert checked > 150
+    for plan in PLANS.values():
+        for cell in plan.cells:
+            make_protocol(cell.protocol, epochs=cell.epochs)
+            if cell.sources:
+                make_net(cell.net, FACTS[cell.tested_on].shape, FACTS[cell.tested_on].classes)
+
+
+def test_stated_factors_are_the_methods_own():
+    from m3d.reproduce.cost import factor
+
+    checked = 0
+    for plan in PLANS.values():
+        for source in {s for cell in plan.cells for s in cell.sources if s.method in METHODS.names()}:
+            facts = FACTS[source.data]
+            entry = METHODS.get(source.method)
+            task = Task(source.data, facts.shape, facts.classes, source.ipc)
+            assert entry.build(task, **entry.resolve(dict(source.options))).tiles.factor == factor(source), source
+            checked += 1
+    assert checked > 150
+
+
+def test_seeds():
+    keys = [c.key for c in select(PLANS["lowres"].cells, "cifar10/10/m3d")]
+    assert keys == [f"cifar10/10/m3d/seed{seed}" for seed in (0, 1, 2)]
+    assert all("/seed" in cell.key for plan in PLANS.values() for cell in plan.cells if cell.sources)
+
+
+@pytest.mark.parametrize("name", sorted(NAMES))
+def test_every_plan_runs_dry(capsys, tmp_path, name):
+    code, out, err = run(capsys, "reproduce", name, "--dry-run", "--json", "--out", tmp_path)
+    rows = json.loads(out)
+    assert code == 0 and err == "" and len(rows) == CELLS[name]
+    assert all(row["seconds"] > 0 and row["memory"] >= 0 and not row["finished"] for row in rows)
+    code, out, _ = run(capsys, "reproduce", name, "--dry-run", "--out", tmp_path)
+    assert code == 0 and f"{CELLS[name]} of {CELLS[name]} cells to run" in out and "H200" in out
+    assert not list(tmp_path.iterdir())  # nothing is written
+
+
+def test_a_dry_run_does_not_load_torch(tmp_path):
+    code = (
+        "import sys; from m3d.reproduce.cells import Overrides; from m3d.reproduce.command import Request\n"
+        f"Request('lowres', None, __import__('pathlib').Path({str(tmp_path)!r}), Overrides()).plan()\n"
+        "assert 'torch' not in sys.modules and 'matplotlib' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_the_papers_numbers():
+    expected = {
+        **{f"table{k}": [n] for k, n in enumerate(("moments", "lowres", "imagenet", "cross-arch", "compat"), 1)},
+        **{f"fig{k}": ["images"] for k in (4, 5, 7, 8, 9, 10, 11)},
+        **{"fig1": ["motivation"], "fig3": ["steps"], "fig6": ["ipm", "kernel"], "fig6a": ["ipm"], "fig6b": ["kernel"]},
+        "all": list(PLANS),
+    }
+    assert {alias: [plan.name for plan, _ in find(alias)] for alias in ALIASES} == expected
+    for alias in ALIASES:
+        for plan, pattern in find(alias.upper()):
+            assert select(plan.cells, pattern)
+    assert {c.sources[0].data for plan, p in find("fig4") for c in select(plan.cells, p)} == {"svhn"}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("lowress", "Did you mean 'lowres'?"),
+        ("table7", "Did you mean 'table"),
+        ("cross_arch2", "Did you mean 'cross-arch'?"),
+        ("fig2", "drawing of the framework"),
+    ],
+)
+def test_wrong_names(capsys, name, message):
+    code, out, err = run(capsys, "reproduce", name, "--dry-run")
+    assert code == 2 and out == "" and message in err and err.count("\n") == 1
+
+
+def test_cells_by_pattern(capsys, tmp_path):
+    cells = PLANS["lowres"].cells
+    assert len(select(cells, "*/m3d")) == 17 and len(select(cells, "cifar10/*/m3d/seed0")) == 3
+    assert len(select(cells, "cifar10/10/dm")) == 1 and len(select(cells, "cifar10/10/dm@dsa")) == 1
+    assert {c.sources[0].data for c in select(cells, "svhn")} == {"svhn"}
+    with pytest.raises(M3DError, match=r"unknown cell 'cifar10/10/m4d'. Did you mean 'cifar10/10/m3d'"):
+        select(cells, "cifar10/10/m4d")
+    code, out, err = run(capsys, "reproduce", "fig6", "--cell", "cifar10/10/ipm9", "--dry-run", "--out", tmp_path)
+    assert code == 2 and "unknown cell 'cifar10/10/ipm9'" in err
+    code, out, _ = run(capsys, "reproduce", "fig6", "--cell", "cifar10/10/ipm5", "--dry-run", "--json")
+    assert [row["cell"] for row in json.loads(out)] == ["cifar10/10/ipm5/seed0"]
+
+
+def test_identity_is_what_decides_a_cell():
+    cell = PLANS["lowres"].cells[0]
+    plain = Overrides()
+    base = cell_digest(cell, plain)
+    assert cell_digest(replace(cell, key="other", row="other", column="other"), plain) == base
+    source = cell.sources[0]
+    changes = [
+        replace(cell, sources=(replace(source, **{name: value}),))
+        for name, value in (("data", "svhn"), ("ipc", 2), ("method", "dm"), ("options", (("lr", 1),)), ("seed", 5))
+    ]
+    changes += [replace(cell, **{k: v}) for k, v in (("net", "convnet4"), ("protocol", "dsa"), ("epochs", 7))]
+    changes += [replace(cell, repeats=3), replace(cell, measures=("picture",)), replace(cell, pair="mean")]
+    digests = {base, *(cell_digest(c, plain) for c in changes)}
+    overrides = [Overrides(steps=5), Overrides(epochs=5), Overrides(repeats=5), Overrides(precision="fp32")]
+    digests |= {cell_digest(cell, o) for o in (*overrides, Overrides(deterministic=True))}
+    assert len(digests) == 1 + len(changes) + 5
+
+
+def test_sets_are_shared_by_what_decides_them():
+    source = Source("cifar10", 10)
+    assert set_digest(source, Overrides(repeats=3, epochs=9)) == set_digest(source, Overrides())
+    assert set_digest(source, Overrides(steps=9)) != set_digest(source, Overrides())
+    assert set_digest(source, Overrides(steps=99_999)) == set_digest(source, Overrides())  # at most: changes nothing
+    assert set_digest(source, Overrides(precision="fp32")) != set_digest(source, Overrides())
+    with_m3d = {name for name, plan in PLANS.items() for c in plan.cells if source in c.sources}
+    assert with_m3d == {"lowres", "moments", "kernel", "ipm", "steps", "images", "cross-arch"}
+
+
+def test_overrides_are_at_most_and_named():
+    overrides = Overrides(steps=20, repeats=3)
+    assert overrides.folder == "with-steps20-repeats3" and Overrides().folder == ""
+    assert overrides.source(Source("cifar10", 10)).steps == 20
+    assert overrides.source(Source("cifar10", 10, "random")) == Source("cifar10", 10, "random")
+    assert overrides.source(Source("cifar10", 10, options=(("steps", 5),))).steps == 5
+    with pytest.raises(M3DError, match="--epochs 0"):
+        Overrides(epochs=0)
+
+
+def test_estimates_are_the_measured_figures_and_grow_with_the_work():
+    def cell(data="cifar10", ipc=10, **changes):
+        return Cell("k", "r", "c", (Source(data, ipc, **changes),))
+
+    measured = estimate(cell(), Overrides())
+    expected = 10_000 * 1.5e-3 + START_SECONDS + EVALUATION_SECONDS
+    assert measured.seconds == pytest.approx(expected, abs=10) and measured.memory == pytest.approx(STEP_BYTES, rel=0.3)
+    for more in (cell(ipc=50), cell("cifar100"), cell("imagenet10", net="resnetap10"), cell(method="idc")):
+        assert estimate(more, Overrides()).seconds > measured.seconds
+    assert estimate(cell(), Overrides(steps=10, epochs=10)).seconds < measured.seconds - 20
+    made: set[str] = set()
+    first, second = (estimate(cell(), Overrides(), made).seconds for _ in range(2))
+    assert first == measured.seconds and second < first - 10_000 * 1.5e-3  # the set is there already
+    assert set(STEPS) >= {s.method for plan in PLANS.values() for c in plan.cells for s in c.sources}
+
+
+@pytest.mark.parametrize(
+    ("images", "classes", "epochs"),
+    [
+        *((1, 10, 3000), (10, 10, 2000), (20, 10, 1500), (90, 10, 1000), (180, 10, 1000), (201, 10, 500)),
+        *((501, 10, 300), (90, 100, 600), (180, 100, 600), (10, 100, 1300)),
+    ],
+)
+def test_epochs_of_the_imagenet_protocol(images, classes, epochs):
+    assert imagenet_epochs(images, classes) == epochs

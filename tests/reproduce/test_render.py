@@ -1,0 +1,201 @@
+"""Tables and figures from records alone: every plan, the same bytes each time, the numbers where they belong."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import random
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from m3d.errors import M3DError
+from m3d.reproduce.cells import FACTS, Cell, Overrides, Plan
+from m3d.reproduce.figures import WIDTH
+from m3d.reproduce.plans import PLANS
+from m3d.reproduce.records import Records
+from m3d.reproduce.render import render
+from m3d.reproduce.toy import compare
+from m3d.reproduce.work import picture
+from m3d.store import CondensedSet
+
+FIGURES = {"steps": [""], "ipm": [""], "kernel": [""], "motivation": [""]}
+FIGURES["images"] = ["-cifar10", "-svhn", "-fashion-mnist", "-mnist", "-cifar100", "-imagenet10"]
+
+
+def invented(cell: Cell) -> dict[str, object]:
+    """A record such as the runner would write, with numbers out of the air."""
+    if cell.pair:
+        return compare(cell.pair)
+    source, n = cell.sources[0], cell.repeats
+    chance = random.Random(cell.key)
+    progress = min(1.0, 0.3 + source.steps / 9000)
+    bonus = {"m3d": 20, "dm": 8}.get(source.method, 0) - 4 * (dict(source.options).get("factor") == 1)
+    accuracy = round(30 + bonus * progress + chance.uniform(0, 4), 3)
+    machine = {"device": "a test", "torch": "2", "precision": "fp32", "commit": "0123456789abcdef-dirty"}
+    part = {"seconds": 20.0 + 100 / max(1, int(dict(source.options).get("ipm", 5))), "steps": source.steps}
+    record: dict[str, object] = {
+        "set": hashlib.sha256(cell.key.encode()).hexdigest(),
+        **machine,
+        "condensation": [part],
+    }
+    if "accuracy" in cell.measures:
+        record |= {"accuracy": accuracy, "sd": 0.4, "n": n}
+    if "moments" in cell.measures:
+        record["moments"] = {"raw": [3.0, 2.0, 1.0], "normalised": [0.3, 0.25, 0.125]}
+    if "picture" in cell.measures:
+        record["picture"] = picture(invented_set(cell))
+    return record
+
+
+def invented_set(cell: Cell) -> CondensedSet:
+    source = cell.sources[0]
+    facts = FACTS[source.data]
+    ch, h, w = facts.shape
+    n = facts.classes * source.ipc
+    x, y = torch.linspace(0, 1, w), torch.linspace(0, 1, h)[:, None]
+    hue = torch.linspace(0, 1, n)[:, None, None, None]
+    images = ((x + y) / 2).expand(n, ch, h, w) * hue + 0.1 * torch.rand(n, ch, h, w)
+    names = [
+        ["airplane", "automobile", "Ankle boot", "T-shirt/top", "aquarium_fish"][k % 5] for k in range(facts.classes)
+    ]
+    return CondensedSet(
+        images.clamp(0, 1), torch.arange(facts.classes).repeat_interleave(source.ipc), {"class_names": names}
+    )
+
+
+def filled(plan: Plan, out: Path, overrides: Overrides | None = None) -> Records:
+    records = Records(out, plan, overrides or Overrides())
+    for cell in plan.cells:
+        if records.of(cell) is None:
+            records.add(cell, invented(cell))
+    return records
+
+
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory) -> Path:
+    """All plans rendered from invented records."""
+    out = tmp_path_factory.mktemp("all")
+    for plan in PLANS.values():
+        render(filled(plan, out))
+    return out
+
+
+@pytest.mark.parametrize("name", sorted(PLANS))
+def test_all_files_are_made_and_made_the_same_again(everything, name):
+    plan = PLANS[name]
+    figures = [f"{name}{suffix}.{kind}" for suffix in FIGURES.get(name, []) for kind in ("png", "svg")]
+    expected = {f"{name}.md", f"{name}.tex", f"{name}.csv", *figures}
+    before = {file: (everything / file).read_bytes() for file in expected}
+    again = render(Records(everything, plan, Overrides()))  # read from the file, not from memory
+    assert {p.name for p in again} == expected
+    assert {file: (everything / file).read_bytes() for file in expected} == before
+
+
+def test_another_process_makes_the_same_bytes(everything):
+    """No order of a set, no clock, no random identifier gets into a file."""
+    names = ["motivation.png", "motivation.svg", "steps.svg", "lowres.md"]
+    before = [(everything / name).read_bytes() for name in names]
+    for plan in ("motivation", "steps", "lowres"):
+        words = [sys.executable, "-m", "m3d", "reproduce", plan, "--render", "--out", str(everything)]
+        subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
+    assert [(everything / name).read_bytes() for name in names] == before
+
+
+@pytest.mark.parametrize("file", [f"{n}{s}" for n, suffixes in FIGURES.items() for s in suffixes])
+def test_figures_have_the_width_of_a_column(everything, file):
+    with Image.open(everything / f"{file}.png") as image:
+        assert image.width == round(WIDTH * 300) and image.height < 1800
+        assert len(set(image.convert("L").resize((60, 60)).tobytes())) > 20  # there is something on it
+    root = ElementTree.parse(everything / f"{file}.svg").getroot()
+    assert root.tag.endswith("svg") and root.attrib["width"].startswith(f"{WIDTH * 72:g}"[:5])
+
+
+def test_places_hold_ours_published_and_difference(everything):
+    records = Records(everything, PLANS["lowres"], Overrides())
+    seeds = [records.of(c)["accuracy"] for c in PLANS["lowres"].cells if c.key.startswith("cifar10/10/m3d/")]
+    mean = sum(seeds) / 3
+    text = (everything / "lowres.md").read_text()
+    (row,) = [line for line in text.splitlines() if line.startswith("| CIFAR-10 | 10 | 0.2 |") and "63.5 ± 0.2" in line]
+    assert f"{mean:.1f} ± " in row and f"(n 3 × 10), 63.5 ± 0.2, {mean - 63.5:+.1f}".replace("-", "−") in row
+    assert "30.3 ± 0.1†" in text  # SVHN at IPC 1, DM: run again by the authors
+    assert "307 of 307 cells are finished; made on a test, torch 2, fp32; commit 0123456789-dirty." in text
+    lines = list(csv.DictReader(io.StringIO((everything / "lowres.csv").read_text())))
+    (line,) = [r for r in lines if (r["row"], r["column"]) == ("cifar10/10", "M3D")]
+    assert float(line["ours"]) == pytest.approx(mean, abs=1e-4) and line["n"] == "30" and line["seeds"] == "3"
+    assert float(line["difference"]) == pytest.approx(mean - 63.5, abs=1e-4) and line["source"] == "Table 2"
+    assert len([r for r in lines if r["published"]]) == (11 * 15 - 10) + (9 * 15 - 10)
+
+
+def test_latex_is_balanced_and_escaped(everything):
+    for name in PLANS:
+        text = (everything / f"{name}.tex").read_text()
+        assert text.count(r"\begin{tabular}") == text.count(r"\end{tabular}") == len(PLANS[name].tables)
+        body = "\n".join(line for line in text.splitlines() if not line.startswith("%"))
+        assert not any(sign in body for sign in "±−×†") and "L_M3D" not in body
+        widths = {line.replace(r"\&", "").count("&") for line in body.splitlines() if line.rstrip().endswith(r"\\")}
+        assert len(widths) <= len(PLANS[name].tables), name
+
+
+def test_what_is_not_run_shows_the_published_value_alone(tmp_path):
+    plan = PLANS["compat"]
+    records = Records(tmp_path, plan, Overrides())
+    records.add(plan.cells[0], invented(plan.cells[0]))
+    render(records)
+    text = (tmp_path / "compat.md").read_text()
+    assert "| –, 54.7 |" in text and "1 of 8 cells are finished" in text
+
+
+def test_quick_looks_are_marked_and_kept_apart(tmp_path):
+    plan, quick = PLANS["ipm"], Overrides(repeats=3)
+    render(filled(plan, tmp_path, quick))
+    assert not (tmp_path / "ipm.md").exists()
+    text = (tmp_path / "with-repeats3" / "ipm.md").read_text()
+    assert "Not the paper's settings: repeats 3" in text
+    with pytest.raises(M3DError, match="holds no record of ipm"):
+        render(Records(tmp_path, plan, Overrides()))
+    # Even in the same file a quick record is never taken for a full one.
+    (tmp_path / "ipm.jsonl").write_bytes((tmp_path / "with-repeats3" / "ipm.jsonl").read_bytes())
+    assert all(Records(tmp_path, plan, Overrides()).of(cell) is None for cell in plan.cells)
+
+
+def test_figures_with_some_cells_missing(tmp_path):
+    for name, keep in (("steps", 9), ("ipm", 2), ("kernel", 4), ("images", 3), ("motivation", 2)):
+        plan = PLANS[name]
+        records = Records(tmp_path, plan, Overrides())
+        for cell in plan.cells[:keep]:
+            records.add(cell, invented(cell))
+        assert all(file.stat().st_size > 100 for file in render(records))
+
+
+def test_pictures_are_whole():
+    """The sheet in a record holds the images themselves."""
+    cell = next(c for c in PLANS["images"].cells if c.row == "cifar10")
+    made = invented_set(cell)
+    sheet = picture(made)
+    import base64
+
+    pixels = Image.open(io.BytesIO(base64.b64decode(str(sheet["png"]))))
+    assert pixels.size == (2 * 32, 4 * 32) and (sheet["rows"], sheet["columns"], len(sheet["names"])) == (4, 2, 4)
+    image = made.images[10 * 3 + 1]  # the second of the fourth class
+    corner = torch.tensor(list(pixels.crop((32, 96, 64, 128)).tobytes())).view(32, 32, 3).permute(2, 0, 1)
+    assert (corner - image * 255).abs().max() <= 0.51
+    single = next(c for c in PLANS["images"].cells if c.row == "cifar100")
+    sheet = picture(invented_set(single))
+    assert (sheet["rows"], sheet["columns"], sheet["names"]) == (4, 2, [])
+    large = next(c for c in PLANS["images"].cells if c.row == "imagenet10")
+    with Image.open(io.BytesIO(base64.b64decode(str(picture(invented_set(large))["png"])))) as image:
+        assert image.size == (2 * 120, 4 * 120)
+
+
+def test_a_plan_must_not_have_the_same_cell_twice():
+    plan = PLANS["ipm"]
+    with pytest.raises(M3DError, match="the same key"):
+        replace(plan, cells=(plan.cells[0], plan.cells[0]))
