@@ -76,6 +76,7 @@ class Source:
     options: tuple[tuple[str, Value], ...] = ()
     net: str = "convnet3"
     seed: int = 0
+    zca: bool = False  # whether networks see whitened images
 
     @property
     def steps(self) -> int:
@@ -105,6 +106,10 @@ class Cell:
     @property
     def tested_on(self) -> str:
         return self.data or (self.sources[0].data if self.sources else "")
+
+    @property
+    def zca(self) -> bool:
+        return bool(self.sources) and self.sources[0].zca
 
 
 def one_set(

@@ -60,7 +60,9 @@ class Workshop:
     def __init__(self, place: Place, overrides: Overrides, watch: Watch):
         self.place, self.overrides, self.watch = place, overrides, watch
         self.runtime = Runtime.choose(place.device, overrides.precision, overrides.deterministic)
-        self._data: tuple[str, Dataset] | None = None  # the last one: a whole table's would not fit into memory
+        self._data: tuple[tuple[str, bool], Dataset] | None = (
+            None  # the last one: a whole table's would not fit into memory
+        )
 
     def make(self, cell: Cell) -> dict[str, Any]:
         """The record of a cell."""
@@ -90,11 +92,11 @@ class Workshop:
             if folder is not None:
                 shutil.rmtree(folder.path, ignore_errors=True)
 
-    def data(self, name: str) -> Dataset:
+    def data(self, name: str, zca: bool = False) -> Dataset:
         """A dataset, loaded once for as long as no other is needed."""
-        if self._data is None or self._data[0] != name:
+        if self._data is None or self._data[0] != (name, zca):
             self._data = None  # before the next is loaded, not after
-            self._data = (name, load_data(name, data_root=self.place.data_root))
+            self._data = ((name, zca), load_data(name, data_root=self.place.data_root, zca=zca))
         return self._data[1]
 
     def condensed(self, source: Source) -> CondensedSet:
@@ -102,7 +104,7 @@ class Workshop:
         folder, source = self._folder(source), self.overrides.source(source)
         if folder.finished:
             return CondensedSet.load(folder.path)
-        data = self.data(source.data)
+        data = self.data(source.data, source.zca)
         options: dict[str, Any] = dict(source.options)
         self._begin()
         if (folder / RunFolder.RUN).exists():
@@ -147,7 +149,7 @@ class Workshop:
         known = [r for r in folder.results() if r.get("evaluation") == digest]
         if known:
             return known[-1]
-        data = self.data(cell.tested_on)
+        data = self.data(cell.tested_on, cell.zca)
         self._begin()
         settings: dict[str, Any] = {
             "net": cell.net,
