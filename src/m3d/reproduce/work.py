@@ -60,9 +60,8 @@ class Workshop:
     def __init__(self, place: Place, overrides: Overrides, watch: Watch):
         self.place, self.overrides, self.watch = place, overrides, watch
         self.runtime = Runtime.choose(place.device, overrides.precision, overrides.deterministic)
-        self._data: tuple[tuple[str, bool], Dataset] | None = (
-            None  # the last one: a whole table's would not fit into memory
-        )
+        # The last one alone: a whole table's would not fit into memory.
+        self._data: tuple[tuple[str, bool], Dataset] | None = None
 
     def make(self, cell: Cell) -> dict[str, Any]:
         """The record of a cell."""
