@@ -220,6 +220,10 @@ def evaluate(
     full_epochs: Annotated[
         int | None, typer.Option(help="With --ranking: epochs on the whole data instead of the protocol's.")
     ] = None,
+    full_run: Annotated[
+        Path | None,
+        typer.Option(help="With --ranking: folder of an 'evaluate --full --out', instead of that training."),
+    ] = None,
     seed: Seed = 0,
     data_root: DataRoot = None,
     size: Size = None,
@@ -233,13 +237,14 @@ def evaluate(
 ) -> None:
     """Train fresh networks on a condensed set and test them on real images."""
     check_evaluate(run, full, data, out, size)
-    check_ranking(ranking, full, {"--selections": selections, "--full-epochs": full_epochs})
+    parts = {"--selections": selections, "--full-epochs": full_epochs, "--full-run": full_run}
+    check_ranking(ranking, full, parts)
     from m3d.api import load_source
     from m3d.data import load_data
     from m3d.evaluation import evaluate as evaluate_set
     from m3d.evaluation import evaluate_whole, make_protocol
     from m3d.nets import make_net
-    from m3d.ranking import rank
+    from m3d.ranking import rank, recorded_whole
     from m3d.runtime import Runtime
     from m3d.store import CondensedSet, RunFolder
 
@@ -263,11 +268,12 @@ def evaluate(
     if ranking:
         common |= {"full_protocol": make_protocol("whole", epochs=full_epochs)}
         common |= {"selections": min(5, repeats) if selections is None else selections}
+    known = {name: recorded_whole(RunFolder(full_run), dataset, name, split) for name in names if full_run is not None}
     records = []
     for name in names:
         try:
             with epoch_bar(quiet=as_json) as report:
-                settings = {"net": name, "report": report, **common}
+                settings = {"net": name, "report": report, **common, **({"full": known[name]} if known else {})}
                 result: Result | Ranking
                 if condensed is None:
                     result = evaluate_whole(dataset, **settings)

@@ -147,6 +147,7 @@ def rank(
     net: str = "convnet3",
     protocol: Protocol | str = "paper",
     full_protocol: Protocol | str = "whole",
+    full: Result | None = None,
     repeats: int = 10,
     selections: int = 5,
     weight: float = 0.5,
@@ -160,6 +161,7 @@ def rank(
 ) -> Ranking:
     """Both scores of ``condensed`` under ``protocol``, the whole data being trained under ``full_protocol``.
 
+    ``full``, the whole data's result of before (:func:`recorded_whole`), saves that training.
     With ``folder`` every part is checkpointed there, and what is finished is not made again after a stop.
     """
     _check(condensed, data, repeats, selections, weight, gamma)
@@ -177,9 +179,21 @@ def rank(
     plain = without_augmentation(protocol)
     arms["set_plain"] = arms["set"] if plain == protocol else part.of(condensed, plain, repeats)
     arms["random_plain"] = arms["random"] if plain == protocol else part.of_all(chosen, plain, repeats)
-    arms["real_hard"] = part.of(None, full_protocol, repeats)
+    arms["real_hard"] = part.of(None, full_protocol, repeats) if full is None else Arm((full,))
     part.finish()
     return Ranking(arms, weight, gamma)
+
+
+def recorded_whole(folder: RunFolder, data: Dataset, net: str, split: str = "test") -> Result:
+    """The latest result that ``m3d evaluate --full`` left in ``folder`` for these data and this network."""
+    asked = {"name": data.name, "fingerprint": data.train.fingerprint, "split": split, **data.transform}
+    for record in reversed(folder.results()):
+        if record.get("method") == "whole" and record.get("net") == net and record.get("data") == asked:
+            return Result(record["last"], record["last"], {}, record["seconds"], {"labels": "hard", **record})
+    raise M3DError(
+        f"{str(folder.path)!r} has no result of {net} trained on these {data.name} ({split}); make one with: "
+        f"m3d evaluate --full {data.name} --net {net} --out {folder.path}"
+    )
 
 
 def without_augmentation(protocol: Protocol) -> Protocol:
