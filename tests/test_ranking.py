@@ -186,6 +186,9 @@ def test_damaged_and_foreign_parts(condensed, tiny, tmp_path):
     own.write_text('{"last": 1}')
     with pytest.raises(M3DError, match="is no finished evaluation"):
         rank(condensed, tiny, **settings)
+    condensed.save(tmp_path / RunFolder.CONDENSED)
+    RunFolder(tmp_path).begin({}, overwrite=True)
+    assert [p.name for p in tmp_path.iterdir()] == [RunFolder.RUN]  # a new run keeps no part of an old ranking
 
 
 def test_the_command_on_digits(capsys, tmp_path):

@@ -13,6 +13,7 @@ from safetensors.torch import save as serialise
 from torch.nn import functional
 
 import m3d
+from m3d import rng
 from m3d.cli import main
 from m3d.errors import M3DError
 from m3d.evaluation import PROTOCOLS, evaluate, make_protocol
@@ -86,7 +87,7 @@ def test_labels_are_the_teachers_mean_softmax(hard, tiny, soft):
 def test_batch_norms_take_real_images(tiny, hard):
     """A teacher with batch norm answers for an image alone as for the same image among others."""
     net = FlatNet(make_net("convnet2:width=8,norm=batch", tiny.shape, tiny.classes), "cpu")
-    start = net.fresh(0, 12, torch.zeros(1, dtype=torch.long), torch.arange(2))
+    start = net.fresh(0, rng.Purpose.TEACHER, torch.zeros(1, dtype=torch.long), torch.arange(2))
     pixels = hard.decoded()[0]
     together, alone = (averaged_softmax(Trained(net, start, start), pixels, tiny, 1.0, CPU, chunk=n) for n in (24, 1))
     torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
@@ -262,7 +263,17 @@ def test_the_command(capsys, tiny_file, tmp_path):
     assert torch.equal(m3d.resume(tmp_path / "run-soft").soft, made.soft)
     code, _, err = command(capsys, "relabel", run, *options)
     assert code == 2 and "already holds a run" in err
-    arguments = ["--overwrite", "--json", "--data", tiny_file, "--device", "cpu", "--precision", "fp32"]
+    arguments = [
+        "--overwrite",
+        "--json",
+        "--data",
+        tiny_file,
+        "--device",
+        "cpu",
+        "--precision",
+        "fp32",
+        "--deterministic",
+    ]
     code, out, _ = command(capsys, "relabel", run / RunFolder.CONDENSED, *options, *arguments, "--data-root", tmp_path)
     told = json.loads(out)
     assert code == 0 and told["storage"] == made.storage and told["soft_labels"]["seed"] == 4

@@ -235,6 +235,7 @@ def relabel(
     overwrite: bool = False,
     device: str = "auto",
     precision: str = "auto",
+    deterministic: bool = False,
     data_root: str | Path | None = None,
     **options: Any,
 ) -> CondensedSet:
@@ -245,7 +246,7 @@ def relabel(
     """
     condensed = run if isinstance(run, CondensedSet) else CondensedSet.load(run)
     teachers = Teachers(**options)
-    runtime = Runtime.choose(device, precision)
+    runtime = Runtime.choose(device, precision, deterministic)
     folder = None if out is None else RunFolder(out)
     if folder is not None:
         folder.require_free(overwrite)

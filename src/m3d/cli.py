@@ -322,6 +322,7 @@ def relabel(
     data_root: DataRoot = None,
     device: Device = "auto",
     precision: Precision = "auto",
+    deterministic: Annotated[bool, typer.Option(help="Bit-reproducible on CUDA too (the CPU always is).")] = False,
     as_json: Json = False,
 ) -> None:
     """Give a condensed set soft labels: what networks trained on the real data say of its images."""
@@ -338,6 +339,7 @@ def relabel(
         "seed": seed,
     }
     place: dict[str, Any] = {"device": device, "precision": precision, "data_root": data_root}
+    place["deterministic"] = deterministic
     labelled = api.relabel(run, data, out=folder, overwrite=overwrite, **place, **options)
     told, size = labelled.manifest["soft_labels"], labelled.storage
     if as_json:
