@@ -9,7 +9,7 @@ from PIL import Image
 
 from m3d.cli import main
 from m3d.errors import M3DError
-from m3d.report import COLUMNS, bar_chart, rows_of, table
+from m3d.report import COLUMNS, RANKING_COLUMNS, SOFT_COLUMNS, bar_chart, rows_of, table
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,11 @@ def runs(tmp_path_factory):
 
 def test_rows_hold_results_and_costs(runs):
     rows = rows_of(runs)
-    assert [r["method"] for r in rows] == ["m3d", "random"] and set(rows[0]) == set(COLUMNS)
+    assert [r["method"] for r in rows] == ["m3d", "random"] and set(rows[0]) == {
+        *COLUMNS,
+        *SOFT_COLUMNS,
+        *RANKING_COLUMNS,
+    }
     assert rows[0]["steps"] == 2 and rows[0]["seconds"] > 0 and rows[0]["n"] == 2 and rows[0]["memory"] is None
 
 

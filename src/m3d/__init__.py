@@ -12,15 +12,18 @@ from m3d.errors import M3DError
 from m3d.version import __version__
 
 if TYPE_CHECKING:
-    from m3d.api import condense, evaluate, resume
+    from m3d.api import condense, evaluate, rank, relabel, resume
     from m3d.data import ClassData, Dataset, load_data
     from m3d.evaluation import Protocol, Result
     from m3d.method import Matching, Method
+    from m3d.ranking import Ranking
     from m3d.store import CondensedDataset, CondensedSet
 
 _HOME = {
     "condense": "m3d.api",
     "evaluate": "m3d.api",
+    "rank": "m3d.api",
+    "relabel": "m3d.api",
     "resume": "m3d.api",
     "ClassData": "m3d.data",
     "Dataset": "m3d.data",
@@ -28,6 +31,7 @@ _HOME = {
     "Matching": "m3d.method",
     "Method": "m3d.method",
     "Protocol": "m3d.evaluation",
+    "Ranking": "m3d.ranking",
     "Result": "m3d.evaluation",
     "CondensedDataset": "m3d.store",
     "CondensedSet": "m3d.store",
@@ -42,11 +46,14 @@ __all__ = [
     "Matching",
     "Method",
     "Protocol",
+    "Ranking",
     "Result",
     "__version__",
     "condense",
     "evaluate",
     "load_data",
+    "rank",
+    "relabel",
     "resume",
 ]
 

@@ -20,9 +20,13 @@ from m3d.method import Method
 from m3d.methods import Task, make_method
 from m3d.nets import make_net
 from m3d.nets.flat import FlatNet
+from m3d.ranking import Ranking
+from m3d.ranking import rank as rank_set
 from m3d.registry import canonical
 from m3d.runtime import Runtime
 from m3d.store import CondensedSet, RunFolder
+from m3d.teachers import Teachers
+from m3d.teachers import relabel as relabel_set
 
 
 def condense(
@@ -207,6 +211,52 @@ def evaluate(
     condensed = run if isinstance(run, CondensedSet) else CondensedSet.load(run)
     dataset = data if isinstance(data, Dataset) else load_source(condensed, data)
     return evaluate_set(condensed, dataset, runtime=Runtime.choose(device, precision), **options)
+
+
+def rank(
+    run: str | Path | CondensedSet,
+    data: str | Path | Dataset | None = None,
+    *,
+    device: str = "auto",
+    precision: str = "auto",
+    **options: Any,
+) -> Ranking:
+    """DD-Ranking's label-robust and augmentation-robust scores of a set; see :func:`m3d.ranking.rank`."""
+    condensed = run if isinstance(run, CondensedSet) else CondensedSet.load(run)
+    dataset = data if isinstance(data, Dataset) else load_source(condensed, data)
+    return rank_set(condensed, dataset, runtime=Runtime.choose(device, precision), **options)
+
+
+def relabel(
+    run: str | Path | CondensedSet,
+    data: str | Path | Dataset | None = None,
+    *,
+    out: str | Path | None = None,
+    overwrite: bool = False,
+    device: str = "auto",
+    precision: str = "auto",
+    deterministic: bool = False,
+    data_root: str | Path | None = None,
+    **options: Any,
+) -> CondensedSet:
+    """The set with soft labels, kept in the folder ``out`` if one is given; ``options`` are those of
+    :class:`m3d.teachers.Teachers`: teacher, teachers, epochs, temperature, seed.
+
+    The set itself stays as it is: labels are a choice, and every record says which kind it was made with.
+    """
+    condensed = run if isinstance(run, CondensedSet) else CondensedSet.load(run)
+    teachers = Teachers(**options)
+    runtime = Runtime.choose(device, precision, deterministic)
+    folder = None if out is None else RunFolder(out)
+    if folder is not None:
+        folder.require_free(overwrite)
+        folder.require_writable()
+    dataset = data if isinstance(data, Dataset) else load_source(condensed, data, data_root)
+    labelled = relabel_set(condensed, dataset, teachers, runtime)
+    if folder is not None:
+        folder.begin({"relabel": dict(labelled.manifest["soft_labels"]), "set": labelled.fingerprint}, overwrite)
+        labelled.save(folder / RunFolder.CONDENSED)
+    return labelled
 
 
 def load_source(

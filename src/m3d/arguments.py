@@ -11,6 +11,17 @@ import typer
 from m3d.errors import M3DError
 
 
+def check_ranking(ranking: bool, full: str | None, given: dict[str, int | Path | None]) -> None:
+    """Refuse what would be ignored."""
+    if ranking and full is not None:
+        raise M3DError(f"--ranking scores a condensed set; --full {full} has none")
+    for option, value in given.items():
+        if value is not None and not ranking:
+            raise M3DError(f"{option} {value}: it is a part of --ranking")
+    if given["--full-epochs"] is not None and given["--full-run"] is not None:
+        raise M3DError("--full-epochs, --full-run: the whole data are trained on, or were; give one of them")
+
+
 def check_evaluate(run: Path | None, full: str | None, data: str | None, out: Path | None, size: int | None) -> None:
     """Refuse what would be ignored."""
     if (run is None) == (full is None):

@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from m3d.arguments import assignments, check_evaluate, refuse_others, refused_value, usage_hint
+from m3d.arguments import assignments, check_evaluate, check_ranking, refuse_others, refused_value, usage_hint
 from m3d.errors import Interrupted, M3DError, unknown
-from m3d.terminal import board, epoch_bar, progress_bar
+from m3d.terminal import board, epoch_bar, progress_bar, ranking_lines
 from m3d.version import __version__
 
 if TYPE_CHECKING:
     from m3d.engine import Progress
+    from m3d.evaluation import Result
+    from m3d.ranking import Ranking
 
 # Click's base error. Some releases of Typer depend on Click and some carry their own copy; this finds either.
 _ClickException: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
@@ -192,6 +194,7 @@ def _condense(
         "m3d evaluate runs/cifar10-10 --protocol dsa --json",
         "m3d evaluate runs/cifar10-10 --nets convnet3,convnet4",
         "m3d evaluate --full cifar10 --repeats 3",
+        "m3d evaluate runs/cifar10-10 --ranking",
     )
 )
 def evaluate(
@@ -208,6 +211,19 @@ def evaluate(
     repeats: Annotated[int, typer.Option(help="Networks trained, each from its own random weights.")] = 10,
     split: Annotated[str, typer.Option(help="test, or val where a part was held out.")] = "test",
     out: Annotated[Path | None, typer.Option(help="With --full: folder for the record and the checkpoint.")] = None,
+    ranking: Annotated[
+        bool, typer.Option("--ranking", help="Also DD-Ranking's label- and augmentation-robust scores.")
+    ] = False,
+    selections: Annotated[
+        int | None, typer.Option(help="With --ranking: random selections to compare with; default 5.")
+    ] = None,
+    full_epochs: Annotated[
+        int | None, typer.Option(help="With --ranking: epochs on the whole data instead of the protocol's.")
+    ] = None,
+    full_run: Annotated[
+        Path | None,
+        typer.Option(help="With --ranking: folder of an 'evaluate --full --out', instead of that training."),
+    ] = None,
     seed: Seed = 0,
     data_root: DataRoot = None,
     size: Size = None,
@@ -221,11 +237,14 @@ def evaluate(
 ) -> None:
     """Train fresh networks on a condensed set and test them on real images."""
     check_evaluate(run, full, data, out, size)
+    parts = {"--selections": selections, "--full-epochs": full_epochs, "--full-run": full_run}
+    check_ranking(ranking, full, parts)
     from m3d.api import load_source
     from m3d.data import load_data
     from m3d.evaluation import evaluate as evaluate_set
     from m3d.evaluation import evaluate_whole, make_protocol
     from m3d.nets import make_net
+    from m3d.ranking import rank, recorded_whole
     from m3d.runtime import Runtime
     from m3d.store import CondensedSet, RunFolder
 
@@ -246,16 +265,20 @@ def evaluate(
         folder.require_writable()
     common: dict[str, Any] = {"protocol": rules, "repeats": repeats, "seed": seed, "split": split}
     common |= {"runtime": runtime, "folder": folder}
+    if ranking:
+        common |= {"full_protocol": make_protocol("whole", epochs=full_epochs)}
+        common |= {"selections": min(5, repeats) if selections is None else selections}
+    known = {name: recorded_whole(RunFolder(full_run), dataset, name, split) for name in names if full_run is not None}
     records = []
     for name in names:
         try:
             with epoch_bar(quiet=as_json) as report:
-                settings = {"net": name, "report": report, **common}
-                result = (
-                    evaluate_whole(dataset, **settings)
-                    if condensed is None
-                    else evaluate_set(condensed, dataset, **settings)
-                )
+                settings = {"net": name, "report": report, **common, **({"full": known[name]} if known else {})}
+                result: Result | Ranking
+                if condensed is None:
+                    result = evaluate_whole(dataset, **settings)
+                else:
+                    result = (rank if ranking else evaluate_set)(condensed, dataset, **settings)
         except Interrupted as stop:
             again = "; the same command continues it" if folder is not None else ""
             typer.echo(f"m3d: {stop}{again}", err=True)
@@ -272,9 +295,62 @@ def evaluate(
 def _print_result(record: dict[str, Any], headline: str) -> None:
     rules = f"{record['protocol']['name']}, {record['protocol']['epochs']} epochs"
     data = f"{record['data']['name']} ({record['data']['split']})"
-    typer.echo(f"{record['method']} on {data}, {record['net']}, protocol {rules}: {headline}")
+    labels = "" if record["labels"] == "hard" else ", soft labels"
+    typer.echo(f"{record['method']} on {data}, {record['net']}, protocol {rules}{labels}: {headline}")
     best = f"{record['best_of_checks']:.2f} ± {record['best_sd']:.2f} %"
     typer.echo(f"best of epochs {', '.join(record['checks'])}: {best}; {record['seconds']:.1f} s on {record['device']}")
+    if "ranking" in record:
+        typer.echo("\n".join(ranking_lines(record["ranking"])))
+
+
+@app.command(
+    epilog=_examples(
+        "m3d relabel runs/cifar10-10",
+        "m3d relabel runs/cifar10-10 --teacher convnet3 --teachers 10 --epochs 60 --temperature 2",
+    )
+)
+def relabel(
+    run: Annotated[Path, typer.Argument(help="Run folder or condensed.safetensors.")],
+    teacher: Annotated[str, typer.Option(help="Network trained on the real data; see 'm3d list nets'.")] = "convnet3",
+    teachers: Annotated[int, typer.Option(help="Networks whose probabilities are averaged.")] = 5,
+    epochs: Annotated[int, typer.Option(help="Epochs they are trained for.")] = 20,
+    temperature: Annotated[float, typer.Option(help="Their outputs are divided by it.")] = 1.0,
+    seed: Seed = 0,
+    data: Annotated[str | None, typer.Option(help="Real data, if not where the set says they came from.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the labelled set; default RUN-soft.")] = None,
+    overwrite: Annotated[bool, typer.Option(help="Replace a run that is already in the folder.")] = False,
+    data_root: DataRoot = None,
+    device: Device = "auto",
+    precision: Precision = "auto",
+    deterministic: Annotated[bool, typer.Option(help="Bit-reproducible on CUDA too (the CPU always is).")] = False,
+    as_json: Json = False,
+) -> None:
+    """Give a condensed set soft labels: what networks trained on the real data say of its images."""
+    from m3d import api
+
+    home = run if run.is_dir() else run.parent
+    home = home if home.name not in ("", "..") else home.resolve()
+    folder = out or home.with_name(f"{home.name}-soft")
+    options: dict[str, Any] = {
+        "teacher": teacher,
+        "teachers": teachers,
+        "epochs": epochs,
+        "temperature": temperature,
+        "seed": seed,
+    }
+    place: dict[str, Any] = {"device": device, "precision": precision, "data_root": data_root}
+    place["deterministic"] = deterministic
+    labelled = api.relabel(run, data, out=folder, overwrite=overwrite, **place, **options)
+    told, size = labelled.manifest["soft_labels"], labelled.storage
+    if as_json:
+        typer.echo(json.dumps({"run": str(folder), "storage": size, **labelled.manifest}))
+        return
+    typer.echo(
+        f"{len(labelled.decoded()[0])} images labelled by {teachers} {teacher} in {told['seconds']:.1f} s "
+        f"({100 * told['agreement']:.1f} % agree with their class) → {folder}"
+    )
+    typer.echo(f"stored: {size['pixels']:,} bytes of pixels + {size['labels']:,} bytes of labels")
+    typer.echo(f"next: m3d evaluate {quote(str(folder))}")
 
 
 @app.command(epilog=_examples("m3d show runs/cifar10-10", "m3d show runs/cifar10-10 --decoded --out decoded.png"))

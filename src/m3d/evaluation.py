@@ -21,7 +21,7 @@ import torch
 from m3d.augment import Augment
 from m3d.data.classes import ClassData, Dataset
 from m3d.errors import Interrupted, M3DError
-from m3d.files import read_checked, write_checked
+from m3d.files import read_checked, sha256, write_checked
 from m3d.nets import make_net
 from m3d.nets.flat import FlatNet
 from m3d.photo import Photo
@@ -210,26 +210,26 @@ def evaluate(
 
     With ``folder`` a long evaluation is checkpointed there, and goes on from its checkpoint when asked for again.
     """
+    condensed.require(data.class_names, data.shape, data.name)
     pixels, labels = condensed.decoded()
-    if condensed.images.shape[1:] != data.shape or condensed.class_names != list(data.class_names):
-        raise M3DError(
-            f"the set holds {len(condensed.class_names)} classes of {list(condensed.images.shape[1:])} images, "
-            f"{data.name} has {data.classes} classes of {list(data.shape)}; they must be the same"
-        )
     source = {
         "method": condensed.manifest["method"],
         "ipc": condensed.manifest["ipc"],
         "factor": condensed.manifest["factor"],
         "set": condensed.fingerprint,
         "steps": condensed.manifest.get("steps"),
+        "labels": condensed.label_kind,
+        "storage": condensed.storage,  # bytes
     }
+    if condensed.soft is not None:
+        source |= {"soft_set": sha256(condensed.soft), "soft_labels": condensed.manifest.get("soft_labels")}
     protocol = make_protocol(protocol) if isinstance(protocol, str) else protocol
-    protocol = _with_learned(protocol, condensed.manifest.get("learned", {}))
+    protocol = with_learned(protocol, condensed.manifest.get("learned", {}))
     settings = _Settings(net, protocol, repeats, seed, split, runtime, report, _Saver(folder, checkpoint_seconds))
     return _train_and_test(pixels, labels, data, source, settings)
 
 
-def _with_learned(protocol: Protocol, learned: Mapping[str, float]) -> Protocol:
+def with_learned(protocol: Protocol, learned: Mapping[str, float]) -> Protocol:
     """The protocol with the set's own learning rate, where it asks for one and the set has it."""
     if not protocol.learned_lr or "lr" not in learned:
         return protocol
@@ -252,7 +252,7 @@ def evaluate_whole(
     checkpoint_seconds: float = 60.0,
 ) -> Result:
     """Train on the whole training data: the upper bound a condensed set is measured against."""
-    source = {"method": "whole", "ipc": None}
+    source = {"method": "whole", "ipc": None, "labels": "hard"}
     pixels, labels = data.train.images, data.train.labels()
     settings = _Settings(net, protocol, repeats, seed, split, runtime, report, _Saver(folder, checkpoint_seconds))
     return _train_and_test(pixels, labels, data, source, settings)

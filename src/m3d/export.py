@@ -7,6 +7,7 @@ import re
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +28,7 @@ def export(condensed: CondensedSet, target: str, path: str | Path) -> Path:
     destination = Path(path)
     if destination.exists():
         raise M3DError(f"{str(destination)!r} exists; choose another --out")
-    images, labels = condensed.decoded()
+    images, labels = condensed.hard().decoded()
     if target == "imagefolder":
         _image_folder(condensed, images, labels, destination)
     elif target == "npz":
@@ -38,7 +39,10 @@ def export(condensed: CondensedSet, target: str, path: str | Path) -> Path:
 
 
 def _image_folder(condensed: CondensedSet, images: Tensor, labels: Tensor, destination: Path) -> None:
-    """``class/0000.png``, 8 bits a channel, and the manifest beside them; the folder appears whole or not at all."""
+    """``class/0000.png``, 8 bits a channel, and the manifest beside them; the folder appears whole or not at all.
+
+    Soft labels, where there are some, become ``soft_labels.csv``: a file's name, and a probability per class.
+    """
     names = _folder_names(condensed.class_names)
     try:
         destination.parent.mkdir(parents=True, exist_ok=True)
@@ -46,15 +50,16 @@ def _image_folder(condensed: CondensedSet, images: Tensor, labels: Tensor, desti
     except OSError as error:
         raise M3DError(f"cannot write {str(destination)!r}: {error.strerror or error}") from error
     try:
-        counts = dict.fromkeys(names, 0)
+        counts, written = dict.fromkeys(names, 0), []
         pixels = (images * 255).round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
         for picture, label in zip(pixels, labels.tolist(), strict=True):
             name = names[label]
             (workplace / name).mkdir(exist_ok=True)
-            Image.fromarray(picture[..., 0] if picture.shape[-1] == 1 else picture).save(
-                workplace / name / f"{counts[name]:04d}.png"
-            )
+            written.append(f"{name}/{counts[name]:04d}.png")
+            Image.fromarray(picture[..., 0] if picture.shape[-1] == 1 else picture).save(workplace / written[-1])
             counts[name] += 1
+        if condensed.soft is not None:
+            write_bytes(workplace / "soft_labels.csv", _soft_rows(names, written, condensed.soft).encode())
         write_json(workplace / "manifest.json", dict(condensed.manifest))
         workplace.chmod(0o755)
         workplace.rename(destination)
@@ -62,6 +67,14 @@ def _image_folder(condensed: CondensedSet, images: Tensor, labels: Tensor, desti
         raise M3DError(f"cannot write {str(destination)!r}: {error.strerror or error}") from error
     finally:
         shutil.rmtree(workplace, ignore_errors=True)
+
+
+def _soft_rows(names: list[str], files: list[str], soft: Tensor) -> str:
+    lines = [
+        ["file", *names],
+        *([file, *(f"{p:.9g}" for p in row)] for file, row in zip(files, soft.tolist(), strict=True)),
+    ]
+    return "".join(",".join(line) + "\n" for line in lines)
 
 
 def _folder_names(class_names: list[str]) -> list[str]:
@@ -72,6 +85,7 @@ def _folder_names(class_names: list[str]) -> list[str]:
 
 def _npz(condensed: CondensedSet, images: Tensor, labels: Tensor, destination: Path) -> None:
     buffer = io.BytesIO()
+    extra: dict[str, Any] = {} if condensed.soft is None else {"soft_labels": condensed.soft.numpy()}  # [N, K]
     np.savez_compressed(
         buffer,
         images=images.numpy(),  # [N, ch, h, w] float32 in [0, 1]
@@ -80,6 +94,7 @@ def _npz(condensed: CondensedSet, images: Tensor, labels: Tensor, destination: P
         mean=np.array(condensed.manifest["mean"], np.float32),
         std=np.array(condensed.manifest["std"], np.float32),
         transform=np.array(condensed.manifest["data"].get("transform", "none")),
+        **extra,
     )
     write_bytes(destination, buffer.getvalue())
 
@@ -95,6 +110,7 @@ def _pt(condensed: CondensedSet, images: Tensor, labels: Tensor, destination: Pa
             "mean": list(condensed.manifest["mean"]),
             "std": list(condensed.manifest["std"]),
             "transform": condensed.manifest["data"].get("transform", "none"),
+            **({} if condensed.soft is None else {"soft_labels": condensed.soft.clone()}),
         },
         buffer,
     )

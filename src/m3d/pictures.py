@@ -49,6 +49,9 @@ def grid(condensed: CondensedSet, decoded: bool = False, most: int = 10, classes
         f"{condensed.manifest['data'].get('name', '')} condensed by {condensed.manifest['method']}: "
         f"{condensed.manifest['ipc']} per class"
     )
+    if condensed.soft is not None:
+        sizes = {k: f"{v / 1024:.1f} KiB" for k, v in condensed.storage.items()}
+        title += f", soft labels ({sizes['pixels']} pixels + {sizes['labels']} labels)"
     hidden = [f"{rows} of {len(names)} classes"] * (rows < len(names)) + [f"{columns} of {per_class} images"] * (
         columns < per_class
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,12 @@ from m3d.errors import M3DError, unknown
 from m3d.store import CondensedSet, RunFolder
 
 COLUMNS = ("run", "method", "data", "ipc", "protocol", "net", "last", "best", "n", "steps", "seconds", "memory")
+# Shown only where some result has them. What was reached with soft labels never stands under ``last`` and ``best``.
+SOFT_COLUMNS = ("soft_last", "soft_best", "pixel_bytes", "label_bytes")
+RANKING_COLUMNS = ("lrs", "ars")
 FORMATS = ("text", "csv", "markdown", "latex")
+_PAIRS = {"last": "last_sd", "best": "best_sd", "soft_last": "soft_last_sd", "soft_best": "soft_best_sd"}
+_PAIRS |= {"lrs": "lrs_error", "ars": "ars_error"}  # a value and its spread, two columns of a CSV
 
 
 def rows_of(runs: Sequence[str | Path]) -> list[dict[str, Any]]:
@@ -22,13 +27,16 @@ def rows_of(runs: Sequence[str | Path]) -> list[dict[str, Any]]:
     rows = []
     for run in runs:
         folder = RunFolder(run)
-        manifest = CondensedSet.load(folder.path).manifest
+        condensed = CondensedSet.load(folder.path)
+        manifest, storage = condensed.manifest, condensed.storage
         results = folder.results()
         if not results:
             raise M3DError(f"{str(folder.path)!r} has no result yet; make one with: m3d evaluate {folder.path}")
         for record in results:
             if not isinstance(record, dict) or not {"method", "accuracy", "protocol", "data"} <= set(record):
                 raise M3DError(f"{str(folder / RunFolder.RESULTS)!r} holds a line that is no result record")
+            soft, ranking = record.get("labels", "hard") == "soft", record.get("ranking")
+            last, best = (record["accuracy"], record["sd"]), (record["best_of_checks"], record["best_sd"])
             rows.append(
                 {
                     "run": folder.path.name,
@@ -37,15 +45,34 @@ def rows_of(runs: Sequence[str | Path]) -> list[dict[str, Any]]:
                     "ipc": record["ipc"],
                     "protocol": _rules(record),
                     "net": record["net"],
-                    "last": (record["accuracy"], record["sd"]),
-                    "best": (record["best_of_checks"], record["best_sd"]),
+                    "last": None if soft else last,
+                    "best": None if soft else best,
                     "n": record["n"],
                     "steps": manifest.get("steps"),
-                    "seconds": manifest.get("seconds"),
+                    "seconds": _seconds(manifest, soft),
                     "memory": (manifest.get("peak_memory") or 0) / 2**30 or None,  # GiB
+                    "soft_last": last if soft else None,
+                    "soft_best": best if soft else None,
+                    "pixel_bytes": storage["pixels"],
+                    "label_bytes": storage["labels"],
+                    "lrs": (ranking["lrs"], ranking["lrs_error"]) if ranking else None,
+                    "ars": (ranking["ars"], ranking["ars_error"]) if ranking else None,
                 }
             )
     return rows
+
+
+def columns_of(rows: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+    """What a table of these rows shows."""
+    soft = SOFT_COLUMNS if any(row["soft_last"] is not None for row in rows) else ()
+    return (*COLUMNS, *soft, *(RANKING_COLUMNS if any(row["lrs"] is not None for row in rows) else ()))
+
+
+def _seconds(manifest: Mapping[str, Any], soft: bool) -> float | None:
+    """What the set cost; soft labels' making included where they were used."""
+    told = manifest.get("soft_labels") or {}
+    parts = [manifest.get("seconds"), told.get("seconds") if soft else None]
+    return sum(part for part in parts if part is not None) if any(part is not None for part in parts) else None
 
 
 def _rules(record: dict[str, Any]) -> str:
@@ -55,31 +82,35 @@ def _rules(record: dict[str, Any]) -> str:
 
 
 def table(rows: Sequence[dict[str, Any]], form: str = "text") -> str:
-    """The rows in one of FORMATS; ``last`` is the headline (last epoch), ``best`` is chosen on test data."""
+    """The rows in one of FORMATS; ``last`` is the headline (last epoch), ``best`` is chosen on test data.
+
+    Results with soft labels stand in columns of their own.
+    """
     if form not in FORMATS:
         raise unknown("table format", form, FORMATS)
     sign = r" $\pm$ " if form == "latex" else " ± "
-    cells = [[_cell(row[column], sign, form) for column in COLUMNS] for row in rows]
+    columns = columns_of(rows)
+    cells = [[_cell(row[column], sign, form) for column in columns] for row in rows]
+    titles = [column.replace("_", " ") for column in columns]
     if form == "csv":
         buffer = io.StringIO()
         writer = csv.writer(buffer)
-        writer.writerow([name for c in COLUMNS for name in ((c, f"{c}_sd") if c in ("last", "best") else (c,))])
+        writer.writerow([name for c in columns for name in ((c, _PAIRS[c]) if c in _PAIRS else (c,))])
         for row in rows:
-            flat = [row[c] if isinstance(row[c], tuple) else (row[c],) for c in COLUMNS]
+            flat = [(row[c] or (None, None)) if c in _PAIRS else (row[c],) for c in columns]
             writer.writerow(["" if v is None else v for values in flat for v in values])
         return buffer.getvalue()
     if form == "markdown":
-        lines = [list(COLUMNS), ["---"] * len(COLUMNS), *cells]
+        lines = [titles, ["---"] * len(columns), *cells]
         return "".join("| " + " | ".join(line) + " |\n" for line in lines)
     if form == "latex":
         body = "".join("    " + " & ".join(line) + r" \\" + "\n" for line in cells)
-        head = " & ".join(COLUMNS) + r" \\ \midrule" + "\n"
-        start = f"\\begin{{tabular}}{{{'l' * len(COLUMNS)}}}\n    \\toprule\n    "
+        head = " & ".join(titles) + r" \\ \midrule" + "\n"
+        start = f"\\begin{{tabular}}{{{'l' * len(columns)}}}\n    \\toprule\n    "
         return start + head + body + "    \\bottomrule\n\\end{tabular}\n"
-    widths = [max(len(line[k]) for line in [list(COLUMNS), *cells]) for k in range(len(COLUMNS))]
+    widths = [max(len(line[k]) for line in [titles, *cells]) for k in range(len(columns))]
     return "".join(
-        "  ".join(v.ljust(w) for v, w in zip(line, widths, strict=True)).rstrip() + "\n"
-        for line in [list(COLUMNS), *cells]
+        "  ".join(v.ljust(w) for v, w in zip(line, widths, strict=True)).rstrip() + "\n" for line in [titles, *cells]
     )
 
 
@@ -93,15 +124,23 @@ def _cell(value: Any, sign: str, form: str) -> str:
 
 
 def bar_chart(rows: Sequence[dict[str, Any]]) -> Figure:
-    """Last-epoch accuracy of every row, sd as error bars, the number at the end of each bar."""
+    """Last-epoch accuracy of every row, sd as error bars, the number at the end of each bar.
+
+    Results with soft labels stand below all others, in a colour of their own, and say so.
+    """
+    rows = sorted(rows, key=lambda row: row["last"] is None)  # stable: otherwise in the order given
     figure = Figure(figsize=(6, 0.42 * len(rows) + 1.0))
     axes = figure.add_subplot()
     places = range(len(rows))
-    means, deviations = [r["last"][0] for r in rows], [r["last"][1] for r in rows]
-    axes.barh(places, means, xerr=deviations, color="#4292c6", height=0.6, error_kw={"elinewidth": 1, "capsize": 2})
+    shown = [row["last"] or row["soft_last"] for row in rows]
+    means, deviations = [pair[0] for pair in shown], [pair[1] for pair in shown]
+    colours = ["#4292c6" if row["last"] else "#fd8d3c" for row in rows]
+    axes.barh(places, means, xerr=deviations, color=colours, height=0.6, error_kw={"elinewidth": 1, "capsize": 2})
     for place, mean, deviation in zip(places, means, deviations, strict=True):
         axes.text(mean + deviation + 0.8, place, f"{mean:.1f}", va="center", fontsize=8)
-    axes.set_yticks(places, [f"{r['method']}, IPC {r['ipc']}, {r['net']}, {r['protocol']}" for r in rows], fontsize=8)
+    names = [f"{r['method']}, IPC {r['ipc']}, {r['net']}, {r['protocol']}" for r in rows]
+    kinds = ["" if row["last"] else ", soft labels" for row in rows]
+    axes.set_yticks(places, [name + kind for name, kind in zip(names, kinds, strict=True)], fontsize=8)
     axes.invert_yaxis()
     axes.set_xlim(0, min(108, max(m + d for m, d in zip(means, deviations, strict=True)) * 1.12 + 2))
     axes.set_xlabel("accuracy after the last epoch, %")

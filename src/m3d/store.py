@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from m3d.files import (
 from m3d.normalise import Normalise
 from m3d.synth import Tiles
 
-FORMAT = 1
+FORMAT, SOFT_FORMAT = 1, 2  # a set with soft labels has a format of its own: older versions refuse it, not ignore them
 _NEEDED: dict[str, type | tuple[type, ...]] = {
     "format": int,
     "method": str,
@@ -51,6 +51,32 @@ class CondensedSet:
     images: Tensor  # [C·ipc, ch, h, w] float32 in [0, 1], as stored (not decoded)
     labels: Tensor  # [C·ipc] int64
     manifest: Mapping[str, Any]
+    soft: Tensor | None = None  # [C·ipc·factor², K] float32: each decoded image's class probabilities, if it has any
+
+    @property
+    def label_kind(self) -> str:
+        """``hard`` or ``soft``: what networks are taught with the images."""
+        return "hard" if self.soft is None else "soft"
+
+    @property
+    def storage(self) -> dict[str, int]:
+        """Bytes of pixels and of labels, as stored."""
+        soft = 0 if self.soft is None else self.soft.nbytes
+        return {"pixels": self.images.nbytes, "labels": self.labels.nbytes + soft}
+
+    def require(self, class_names: Iterable[str], shape: tuple[int, int, int], name: str) -> None:
+        """Raise unless this is a set of the classes and image size of the data called ``name``."""
+        names = list(class_names)
+        if self.images.shape[1:] != shape or self.class_names != names:
+            raise M3DError(
+                f"the set holds {len(self.class_names)} classes of {list(self.images.shape[1:])} images, "
+                f"{name} has {len(names)} classes of {list(shape)}; they must be the same"
+            )
+
+    def hard(self) -> CondensedSet:
+        """The same images with their classes alone."""
+        kept = {k: v for k, v in self.manifest.items() if k != "soft_labels"}
+        return self if self.soft is None else replace(self, manifest=kept, soft=None)
 
     @property
     def tiles(self) -> Tiles:
@@ -66,8 +92,9 @@ class CondensedSet:
         return str(sha256(self.images))
 
     def decoded(self, normalise: bool | Normalise = False) -> tuple[Tensor, Tensor]:
-        """Full-size images [N, ch, h, w] and labels [N], N = C·ipc·factor²: what a network trains on.
+        """Full-size images [N, ch, h, w] and labels, N = C·ipc·factor²: what a network trains on.
 
+        Labels are [N] classes, or [N, K] probabilities where the set has soft labels (``hard()`` leaves them out).
         A set of whitened data does not carry the whitening, which is larger than the images and which its user needs
         for real images too: give the data's (``load_data(..., zca=True).normalise()``).
         """
@@ -81,11 +108,14 @@ class CondensedSet:
             normalise = Normalise(self.manifest["mean"], self.manifest["std"])
         if normalise is not False:
             images = normalise(images)
-        return images, self.labels.repeat_interleave(self.tiles.cells)
+        return images, self.labels.repeat_interleave(self.tiles.cells) if self.soft is None else self.soft
 
     def save(self, path: str | Path) -> None:
         tensors = {"images": self.images.contiguous(), "labels": self.labels.contiguous()}
-        manifest = {**self.manifest, "format": FORMAT, "sha256": {k: sha256(v) for k, v in tensors.items()}}
+        if self.soft is not None:
+            tensors["soft"] = self.soft.contiguous()
+        version = FORMAT if self.soft is None else SOFT_FORMAT
+        manifest = {**self.manifest, "format": version, "sha256": {k: sha256(v) for k, v in tensors.items()}}
         write_bytes(Path(path), to_safetensors(tensors, {"m3d": json.dumps(manifest)}))
 
     @classmethod
@@ -96,12 +126,13 @@ class CondensedSet:
             file = file / RunFolder.CONDENSED
         tensors, metadata = read_tensors(file)
         manifest = _manifest(metadata, file)
-        for name in ("images", "labels"):
+        soft = ("soft",) if manifest["format"] == SOFT_FORMAT or "soft" in tensors else ()
+        for name in ("images", "labels", *soft):
             if name not in tensors:
                 raise M3DError(f"{str(file)!r} has no tensor {name!r}; found: {', '.join(sorted(tensors)) or 'none'}")
             if sha256(tensors[name]) != manifest["sha256"].get(name):
                 raise M3DError(f"{str(file)!r}: the tensor {name!r} does not match its checksum; the file was changed")
-        condensed = cls(tensors["images"], tensors["labels"], manifest)
+        condensed = cls(tensors["images"], tensors["labels"], manifest, tensors.get("soft"))
         condensed._check(file)
         return condensed
 
@@ -123,10 +154,25 @@ class CondensedSet:
             )
         if n and not (0 <= int(self.labels.min()) <= int(self.labels.max()) < classes):
             raise M3DError(f"{str(file)!r}: labels must lie between 0 and {classes - 1}")
+        self._check_soft(file, n * self.tiles.cells, classes)
+
+    def _check_soft(self, file: Path, count: int, classes: int) -> None:
+        soft = self.soft
+        if soft is None:
+            return
+        if soft.shape != (count, classes) or soft.dtype != torch.float32:
+            raise M3DError(
+                f"{str(file)!r}: soft labels are {soft.dtype} {list(soft.shape)}; expected float32 [{count}, {classes}]"
+            )
+        if not (torch.isfinite(soft).all() and soft.min() >= 0 and (soft.sum(1) - 1).abs().max() < 1e-3):
+            raise M3DError(f"{str(file)!r}: soft labels must be probabilities: not negative, each row's sum 1")
 
 
-class CondensedDataset(TorchDataset[tuple[Tensor, int]]):
-    """A torch ``Dataset`` of decoded images (normalised unless asked otherwise) and integer labels."""
+class CondensedDataset(TorchDataset[tuple[Tensor, int | Tensor]]):
+    """A torch ``Dataset`` of decoded images (normalised unless asked otherwise) and their labels.
+
+    A label is an integer, or probabilities [K] where the set has soft labels; torch's cross-entropy takes both.
+    """
 
     def __init__(self, path: str | Path | CondensedSet, normalise: bool | Normalise = True):
         condensed = path if isinstance(path, CondensedSet) else CondensedSet.load(path)
@@ -136,8 +182,9 @@ class CondensedDataset(TorchDataset[tuple[Tensor, int]]):
     def __len__(self) -> int:
         return len(self.labels)
 
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return self.images[index], int(self.labels[index])
+    def __getitem__(self, index: int) -> tuple[Tensor, int | Tensor]:
+        label = self.labels[index]
+        return self.images[index], int(label) if label.ndim == 0 else label
 
 
 class RunFolder:
@@ -163,22 +210,26 @@ class RunFolder:
 
     def begin(self, request: Mapping[str, Any], overwrite: bool = False) -> None:
         """Claim the folder for a new run and write down what was asked."""
+        self.require_free(overwrite)
         if (self / self.RUN).exists() or self.finished:
-            if not overwrite:
-                raise M3DError(
-                    f"{str(self.path)!r} already holds a run; continue it with --resume {self.path}, "
-                    f"choose another --out, or pass --overwrite"
-                )
             self._clear()
-        elif self.path.exists() and not self.path.is_dir():
-            raise M3DError(f"{str(self.path)!r} is a file; --out must name a folder")
         write_json(self / self.RUN, dict(request))
+
+    def require_free(self, overwrite: bool = False) -> None:
+        """Raise if a run lies here that may not be replaced, or if this is no folder."""
+        if ((self / self.RUN).exists() or self.finished) and not overwrite:
+            raise M3DError(
+                f"{str(self.path)!r} already holds a run; continue it with --resume {self.path}, "
+                f"choose another --out, or pass --overwrite"
+            )
+        if self.path.exists() and not self.path.is_dir():
+            raise M3DError(f"{str(self.path)!r} is a file; --out must name a folder")
 
     def _clear(self) -> None:
         """Remove all that an earlier run left here, its pictures and exports too: they would not show the new set."""
         known = (self.CONDENSED, self.BEST, self.CHECKPOINT, self.PREVIOUS, self.HISTORY, self.RESULTS)
         made = ("images.png", "loss.png", "condensed.npz", "condensed.pt")
-        for path in (*(self / name for name in (*known, *made)), *self.path.glob("evaluation-*.safetensors")):
+        for path in (*(self / name for name in (*known, *made)), *self.path.glob("evaluation-*")):
             path.unlink(missing_ok=True)
         shutil.rmtree(self / "imagefolder", ignore_errors=True)
 
@@ -236,8 +287,10 @@ def _manifest(metadata: Mapping[str, str], file: Path) -> dict[str, Any]:
     for key, kind in _NEEDED.items():
         if not isinstance(manifest.get(key), kind) or isinstance(manifest.get(key), bool):
             raise M3DError(f"{str(file)!r}: the manifest's {key!r} is missing or of the wrong type")
-    if manifest["format"] != FORMAT:
-        raise M3DError(f"{str(file)!r} has format {manifest['format']}; this version reads format {FORMAT}")
+    if manifest["format"] not in (FORMAT, SOFT_FORMAT):
+        raise M3DError(
+            f"{str(file)!r} has format {manifest['format']}; this version reads formats {FORMAT} and {SOFT_FORMAT}"
+        )
     for key in ("mean", "std"):
         if not all(isinstance(v, int | float) for v in manifest[key]):
             raise M3DError(f"{str(file)!r}: the manifest's {key!r} must be a list of numbers")

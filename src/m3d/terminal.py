@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -59,6 +59,22 @@ def board(
         yield report
     finally:
         writer.close()
+
+
+def ranking_lines(ranking: dict[str, Any]) -> list[str]:
+    """A line for each accuracy that a ranking's scores follow from, and the differences they are made of."""
+    names = {
+        "real_hard": "the whole data",
+        "set_hard": "the set, hard labels",
+        "set": "the set",
+        "random": "random selections",
+        "set_plain": "the set, no augmentation",
+        "random_plain": "random selections, no augmentation",
+    }
+    arms = ((text, ranking["accuracies"][name]) for name, text in names.items())
+    lines = [f"  {text:<36}{arm['accuracy']:>8.2f} ± {arm['sd']:.2f} % (n={arm['n']})" for text, arm in arms]
+    gaps = f"below the whole data {ranking['hlr']:.2f}, above random {ranking['ior']:.2f}"
+    return [*lines, f"  points {gaps}, without augmentation {ranking['ior_plain']:.2f}"]
 
 
 @contextmanager

@@ -59,8 +59,8 @@ class Images:
     """Labelled images on the device, uint8 or float pixels in [0, 1], normalised when taken."""
 
     def __init__(self, pixels: Tensor, labels: Tensor, normalise: Normalise | None):
-        """``normalise`` None: ``pixels`` are normalised already."""
-        self.pixels, self.labels, self.normalise = pixels, labels, normalise  # [N, ch, h, w], [N]
+        """``normalise`` None: ``pixels`` are normalised already. ``labels``: [N] classes, or [N, K] probabilities."""
+        self.pixels, self.labels, self.normalise = pixels, labels, normalise  # [N, ch, h, w], [N] or [N, K]
 
     def __len__(self) -> int:
         return len(self.pixels)
@@ -206,7 +206,10 @@ class Trainer:
 
     @torch.no_grad()
     def _batch(self, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(images [R, b, ...], labels [R, b], CutMix partners' labels [R, b], share of the first label [R])."""
+        """(images [R, b, ...], labels, CutMix partners' labels, share of the first label [R]).
+
+        Labels are [R, b] classes, or [R, b, K] probabilities.
+        """
         index = pick(self.index, self.slot)[:, :size]
         images = self.images.plain(index)
         shape = images.shape
@@ -221,15 +224,16 @@ class Trainer:
             return images, labels, labels, torch.ones(self.repeats, device=images.device)
         partner = torch.argsort(pick(self.partner, self.slot)[:, :size], dim=-1, stable=True)
         images, share = cutmix(images, partner, pick(self.mix, self.slot), self.recipe.cutmix)
-        return images, labels, labels.gather(1, partner), share
+        return images, labels, labels[torch.arange(self.repeats, device=labels.device)[:, None], partner], share
 
     def _loss(self, images: Tensor, labels: Tensor, other: Tensor, share: Tensor) -> Tensor:
         """[R]: each network's mean cross-entropy on its own batch."""
         logits = self.net(self.flat, images, self.runtime.dtype).logits  # [R, b, K]
         if self.right is not None:
-            self.right.add_((logits.detach().argmax(-1) == labels).sum(1))
+            classes = labels if labels.ndim == 2 else labels.argmax(-1)
+            self.right.add_((logits.detach().argmax(-1) == classes).sum(1))
         scores = functional.log_softmax(logits, dim=-1)
-        first, second = (-scores.gather(2, target[..., None]).mean((1, 2)) for target in (labels, other))
+        first, second = (cross_entropy(scores, target) for target in (labels, other))
         return first * share + second * (1 - share)
 
     @torch.no_grad()
@@ -251,6 +255,16 @@ class Trainer:
                 logits = self.net.calibrated(row, images[None], reference[None], self.runtime.dtype).logits[0]
                 right[r] += (logits.argmax(1) == labels).sum()
         return right.double() * (100 / len(test))
+
+
+def cross_entropy(scores: Tensor, target: Tensor) -> Tensor:
+    """[R]: the mean of −Σ_k p_k · log q_k over a batch.
+
+    ``scores`` [R, b, K] are log q; ``target`` [R, b] holds classes, or [R, b, K] the probabilities p.
+    """
+    if target.ndim == 2:
+        return -scores.gather(2, target[..., None]).mean((1, 2))
+    return -(scores * target).sum(-1).mean(1)
 
 
 def cutmix(images: Tensor, partner: Tensor, u: Tensor, probability: float) -> tuple[Tensor, Tensor]:
