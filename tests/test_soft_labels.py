@@ -152,8 +152,10 @@ def test_cross_entropy_and_cutmix_mix_probabilities(tiny):
         assert torch.equal(labels[r], images.labels[index[r]])
         assert torch.equal(other[r], images.labels[index[r]][partner[r]])
     blended = labels * share[:, None, None] + other * (1 - share[:, None, None])
-    scores = torch.log_softmax(net(trainer.flat, mixed, torch.float32).logits, -1)
-    torch.testing.assert_close(trainer._loss(mixed, labels, other, share), -(scores * blended).sum(-1).mean(1))
+    flat = trainer.flat.clone().requires_grad_()
+    scores = torch.log_softmax(net(flat, mixed, torch.float32).logits, -1)
+    (expected,) = torch.autograd.grad(-(scores * blended).sum(-1).mean(1).sum(), flat)
+    torch.testing.assert_close(trainer._gradient(trainer.flat, mixed, labels, other, share)[0], expected)
 
 
 def test_round_trip_and_old_files(hard, soft, tmp_path):

@@ -118,6 +118,32 @@ def test_every_image_is_seen_once_an_epoch_and_the_last_batch_is_kept():
     assert not torch.equal(fast.index[0, 0], fast.index[0, 1]) and not torch.equal(fast.index[0, 0], fast.index[3, 0])
 
 
+def test_networks_go_in_smaller_groups_when_memory_is_short(monkeypatch, caplog):
+    """Three at once do not fit, two do not either: one at a time, the same result, and nothing is lost on the way."""
+    whole = trainer(RECIPE, repeats=3)
+    whole.run(3)
+    tried, see = [], FlatNet.__call__
+
+    def hungry(self, flat, *rest, **more):
+        tried.append(len(flat))
+        if len(flat) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return see(self, flat, *rest, **more)
+
+    monkeypatch.setattr(FlatNet, "__call__", hungry)
+    small = trainer(RECIPE, repeats=3)
+    small.run(3)
+    assert tried[:3] == [3, 2, 1] and set(tried[2:]) == {1} and "1 networks at a time" in caplog.text
+    torch.testing.assert_close(small.flat, whole.flat, atol=1e-6, rtol=1e-5)
+
+    def starving(self, *rest, **more):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(FlatNet, "__call__", starving)
+    with pytest.raises(M3DError, match="one network and 4 images do not fit"):
+        trainer(RECIPE, repeats=1).run(1)
+
+
 def test_repeats_differ_in_every_draw():
     fast = trainer(RECIPE)
     fast._refill(0)

@@ -15,7 +15,7 @@ from m3d.data.classes import Dataset
 from m3d.errors import Interrupted, M3DError
 from m3d.method import Method
 from m3d.nets.flat import FlatNet
-from m3d.runtime import Repeated, Runtime, stop_politely
+from m3d.runtime import Repeated, Runtime, out_of_memory, stop_politely
 from m3d.step import BLOCK, Step
 from m3d.store import RunFolder
 
@@ -132,8 +132,8 @@ class _Run:
             try:
                 self.advance()
                 break
-            except RuntimeError as error:  # torch.OutOfMemoryError is one; the CPU has only its message
-                if not isinstance(error, torch.OutOfMemoryError) and "not enough memory" not in str(error):
+            except RuntimeError as error:
+                if not out_of_memory(error):
                     raise
                 self._take_fewer_classes(error)
         self.state.pool.age(self.step)

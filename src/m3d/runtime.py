@@ -187,6 +187,11 @@ def _side_stream() -> torch.cuda.Stream:
     return torch.cuda.Stream()
 
 
+def out_of_memory(error: RuntimeError) -> bool:
+    """Whether ``error`` says that memory ran out; on the CPU only its message does."""
+    return isinstance(error, torch.OutOfMemoryError) or "not enough memory" in str(error)
+
+
 def pick(buffer: Tensor, slot: Tensor) -> Tensor:
     """``buffer[slot]`` for a one-element index tensor: which row is read may change without the host knowing."""
     return buffer.index_select(0, slot)[0]

@@ -7,6 +7,7 @@ networks is one recorded graph.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -21,8 +22,9 @@ from m3d.nets.flat import FlatNet
 from m3d.normalise import Normalise
 from m3d.photo import UNIFORMS as PHOTO_UNIFORMS
 from m3d.photo import Photo
-from m3d.runtime import Repeated, Runtime, pick
+from m3d.runtime import Repeated, Runtime, out_of_memory, pick
 
+log = logging.getLogger(__name__)
 _REFERENCE = 1024  # training images that give batch norms their statistics in a test
 _TEST_PIXELS = 2**22  # of the images tested together: 1,000 up to 64 pixels a side, fewer above
 _BLOCK_STEPS = 64  # draws are made for at least this many steps together
@@ -114,12 +116,11 @@ class Trainer:
         self.sample, self.length = sample, sample or len(images)  # images an epoch has
         self.net, self.images, self.recipe, self.seed, self.runtime = net, images, recipe, seed, runtime
         self.repeats, self.batch = repeats, min(recipe.batch, self.length)
+        self.at_once = repeats  # networks in one pass: fewer where memory is short
         self.steps_per_epoch = -(-self.length // self.batch)
         self.epochs_per_block = max(1, _BLOCK_STEPS // self.steps_per_epoch)
         self.lanes = torch.arange(first, first + repeats, device=device)
-        self.flat = net.fresh(
-            seed, rng.Purpose.CLASSIFIER, self.lanes.new_zeros(1), self.lanes
-        ).requires_grad_()  # [R, P]
+        self.flat = net.fresh(seed, rng.Purpose.CLASSIFIER, self.lanes.new_zeros(1), self.lanes)  # [R, P]
         self.velocity = torch.zeros_like(self.flat, requires_grad=False)
         self.right = torch.zeros(repeats, dtype=torch.long, device=device) if counts else None  # [R]
         self.rate = torch.zeros((), device=device)
@@ -141,7 +142,7 @@ class Trainer:
             self._begin_epoch()
             for k in range(self.steps_per_epoch):
                 size = min(self.batch, self.length - k * self.batch)
-                self._step_of(size)()
+                self._take_step(size)
             self.epoch += 1
 
     def state(self) -> dict[str, Tensor]:
@@ -188,6 +189,28 @@ class Trainer:
         self.mix.copy_(rng.uniform(self.seed, rng.Purpose.CUTMIX, steps, self.lanes, 4))
         self.partner.copy_(rng.bits(self.seed, rng.Purpose.PARTNER, steps, self.lanes, self.batch))
 
+    def _take_step(self, size: int) -> None:
+        while True:
+            try:
+                self._step_of(size)()
+                return
+            except RuntimeError as error:
+                if not out_of_memory(error):
+                    raise
+                self._train_fewer_at_once(error)
+
+    def _train_fewer_at_once(self, error: RuntimeError) -> None:
+        """Half as many networks at a time. Memory runs out before anything moved, so the step is simply tried again."""
+        if self.at_once == 1:
+            raise M3DError(
+                f"one network and {self.batch} images do not fit into memory; give a smaller batch or network"
+            ) from error
+        self.at_once = -(-self.at_once // 2)
+        log.warning("not enough memory: %d networks at a time from here on", self.at_once)
+        self._steps.clear()  # what was recorded belongs to the larger group
+        if self.runtime.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def _step_of(self, size: int) -> Repeated:
         if size not in self._steps:
             self._steps[size] = Repeated(lambda: self._step(size), self.runtime)
@@ -195,13 +218,17 @@ class Trainer:
 
     def _step(self, size: int) -> None:
         """One SGD step of every network on its own batch of ``size`` images."""
-        images, labels, other, share = self._batch(size)
-        scale = self.runtime.loss_scale
-        (gradient,) = torch.autograd.grad(self._loss(images, labels, other, share).sum() * scale, self.flat)
+        batch = self._batch(size)
+        groups = [
+            self._gradient(*group) for group in zip(*(x.split(self.at_once) for x in (self.flat, *batch)), strict=True)
+        ]
+        gradients, known = (x[0] if len(x) == 1 else torch.cat(x) for x in zip(*groups, strict=True))
         with torch.no_grad():
-            gradient = (gradient / scale).add(self.flat, alpha=self.recipe.weight_decay)
+            gradient = (gradients / self.runtime.loss_scale).add(self.flat, alpha=self.recipe.weight_decay)
             self.velocity.mul_(self.recipe.momentum).add_(gradient)
             self.flat.sub_(self.velocity * self.rate)
+            if self.right is not None:
+                self.right.add_(known)
         self.slot.add_(1)
 
     @torch.no_grad()
@@ -226,15 +253,18 @@ class Trainer:
         images, share = cutmix(images, partner, pick(self.mix, self.slot), self.recipe.cutmix)
         return images, labels, labels[torch.arange(self.repeats, device=labels.device)[:, None], partner], share
 
-    def _loss(self, images: Tensor, labels: Tensor, other: Tensor, share: Tensor) -> Tensor:
-        """[R]: each network's mean cross-entropy on its own batch."""
-        logits = self.net(self.flat, images, self.runtime.dtype).logits  # [R, b, K]
-        if self.right is not None:
-            classes = labels if labels.ndim == 2 else labels.argmax(-1)
-            self.right.add_((logits.detach().argmax(-1) == classes).sum(1))
+    def _gradient(
+        self, rows: Tensor, images: Tensor, labels: Tensor, other: Tensor, share: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """(gradient [r, P] of the scaled loss, images known [r]) of some networks, ``rows`` [r, P]."""
+        flat = rows.detach().requires_grad_()
+        logits = self.net(flat, images, self.runtime.dtype).logits  # [r, b, K]
         scores = functional.log_softmax(logits, dim=-1)
         first, second = (cross_entropy(scores, target) for target in (labels, other))
-        return first * share + second * (1 - share)
+        loss = first * share + second * (1 - share)  # [r]: each network's mean on its own batch
+        (gradient,) = torch.autograd.grad(loss.sum() * self.runtime.loss_scale, flat)
+        classes = labels if labels.ndim == 2 else labels.argmax(-1)
+        return gradient, (logits.detach().argmax(-1) == classes).sum(1)
 
     @torch.no_grad()
     def accuracy(self, test: Images, chunk: int = 1000) -> Tensor:
