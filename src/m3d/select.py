@@ -16,6 +16,8 @@ from m3d.registry import Registry, parse_spec
 from m3d.runtime import Runtime
 from m3d.trained import default_recipe, representations, trained_networks
 
+_LLOYD = 20  # rounds of k-means: later ones move few points
+
 
 class Init(Protocol):
     """Chooses ``count`` starting images of every class."""
@@ -125,6 +127,26 @@ def k_center(features: Tensor, count: int) -> Tensor:
     return torch.stack(chosen)
 
 
+def k_means(features: Tensor, count: int) -> Tensor:
+    """[count]: the points nearest to the centres of ``count`` clusters (Lloyd, 1982), started from herding's choice.
+
+    A cluster that loses all its points keeps its centre; of the points, none is chosen twice.
+    """
+    centres = features[herding(features, count)]
+    numbers = torch.arange(count, device=features.device)[:, None]
+    for _ in range(_LLOYD):
+        nearest = torch.cdist(features, centres).argmin(1)
+        members = (nearest == numbers).to(features.dtype)  # [count, n]; a product, so that sums are always the same
+        sizes = members.sum(1, keepdim=True)
+        centres = torch.where(sizes > 0, members @ features / sizes.clamp(min=1), centres)
+    distance = torch.cdist(centres, features)  # [count, n]
+    chosen = []
+    for row in distance:
+        chosen.append(row.argmin())
+        distance[:, chosen[-1]] = torch.inf
+    return torch.stack(chosen)
+
+
 INITS: Registry[Init] = Registry("initialisation")
 
 
@@ -150,6 +172,12 @@ def _herding(*, features: Features = "network", network: str = "convnet3", epoch
 def _k_center(*, features: Features = "network", network: str = "convnet3", epochs: int = 20) -> Init:
     """Real images that cover the class: each the farthest from those before it."""
     return ByFeatures(k_center, features, network, epochs)
+
+
+@INITS.register("k-means")
+def _k_means(*, features: Features = "network", network: str = "convnet3", epochs: int = 20) -> Init:
+    """Real images nearest to the centres of the class's clusters."""
+    return ByFeatures(k_means, features, network, epochs)
 
 
 def make_init(spec: str) -> Init:
