@@ -17,6 +17,7 @@ from m3d.runtime import Runtime
 from m3d.trained import default_recipe, representations, trained_networks
 
 _LLOYD = 20  # rounds of k-means: later ones move few points
+_CANDIDATES = 1000  # points that its centres may start from
 
 
 class Init(Protocol):
@@ -128,15 +129,22 @@ def k_center(features: Tensor, count: int) -> Tensor:
 
 
 def k_means(features: Tensor, count: int) -> Tensor:
-    """[count]: the points nearest to the centres of ``count`` clusters (Lloyd, 1982), started from herding's choice.
+    """[count]: the points nearest to the centres of ``count`` clusters (Lloyd, 1982).
 
-    A cluster that loses all its points keeps its centre; of the points, none is chosen twice.
+    The first centres are chosen one by one, always the one of about a thousand points that brings all points nearest to
+    a centre. A cluster that loses all its points keeps its centre; no point is chosen twice.
     """
-    centres = features[herding(features, count)]
+    candidates = features[:: max(1, len(features) // max(_CANDIDATES, count))]
+    far = torch.cdist(candidates, features).square()  # [candidates, n]
+    nearest, first = torch.full_like(features[:, 0], torch.inf), []
+    for _ in range(count):
+        first.append(torch.minimum(far, nearest).sum(1).argmin())
+        nearest = torch.minimum(far[first[-1]], nearest)
+    centres = candidates[torch.stack(first)]
     numbers = torch.arange(count, device=features.device)[:, None]
     for _ in range(_LLOYD):
-        nearest = torch.cdist(features, centres).argmin(1)
-        members = (nearest == numbers).to(features.dtype)  # [count, n]; a product, so that sums are always the same
+        owner = torch.cdist(features, centres).argmin(1)
+        members = (owner == numbers).to(features.dtype)  # [count, n]; a product, so that sums are always the same
         sizes = members.sum(1, keepdim=True)
         centres = torch.where(sizes > 0, members @ features / sizes.clamp(min=1), centres)
     distance = torch.cdist(centres, features)  # [count, n]

@@ -38,8 +38,8 @@ class Trained:
     net: FlatNet
     initial: Tensor  # [R, P]
     final: Tensor  # [R, P]
-    seconds: float = 0.0  # that their training took, whenever it was
-    kept: bool = False  # whether they come from the cache
+    seconds: float = 0.0  # that their training took
+    earlier: float = 0.0  # of these, spent in another session and taken from the cache
 
 
 def default_recipe(epochs: int) -> Recipe:
@@ -74,7 +74,7 @@ def trained_networks(data: Dataset, spec: str, recipe: Recipe, repeats: int, see
         tensors, about = read_checked(path)
         seconds = float(about.get("seconds", 0.0))
         log.info("%d trained %s come from the cache; their training took %.1f s", repeats, spec, seconds)
-        return Trained(net, initial, tensors["final"].to(runtime.device), seconds, kept=True)
+        return Trained(net, initial, tensors["final"].to(runtime.device), seconds, seconds)
     log.info("training %d %s for %d epochs on %s", repeats, spec, recipe.epochs, data.name)
     began = time.perf_counter()
     images = _images(data, runtime)
@@ -90,7 +90,7 @@ def trained_networks(data: Dataset, spec: str, recipe: Recipe, repeats: int, see
         raise M3DError(f"{spec}: weights are not finite after training on {data.name}; try --precision fp32")
     _keep(path, {"final": final}, {**asked, "training_accuracy": accuracy, "seconds": seconds})
     path.with_suffix(".begun").unlink(missing_ok=True)
-    return Trained(net, initial, final, seconds)
+    return Trained(net, initial, final, seconds, earlier)
 
 
 def _keep(path: Path, tensors: dict[str, Tensor], about: dict[str, object]) -> None:

@@ -1,6 +1,7 @@
 """M3D+: M3D's kernel with encoders that have seen the data, and images that must be recognised. See docs/beyond.md.
 
-    L = MMD²(f_λ(real), f_λ(synthetic)) + ce_weight · CE(f_trained, synthetic),    f_λ = λ · f_initial + (1 − λ) · f_trained
+    L = MMD²(f_λ(real), f_λ(synthetic)) + ce_weight · CE(f_trained, synthetic)
+    f_λ = λ · f_initial + (1 − λ) · f_trained, weight by weight
 
 A few networks are trained on the real data before the first step. Each step draws one of them and λ ~ U(mix_low,
 mix_high), matches the distributions of its representation (M3D's Eq. 9), and asks the trained network to recognise the

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -63,12 +63,15 @@ class Weighted(Objective[R]):
         self.across_classes = any(term.across_classes for _, term in terms)
 
     def start(self, seed: int, sample: Callable[[], R]) -> None:
-        for term in self.terms:
+        for term in self._parts():
             term.start(seed, sample)
 
     def draw(self, step: Tensor) -> None:
-        for term in self.terms:
+        for term in self._parts():
             term.draw(step)
+
+    def _parts(self) -> list[Objective[R]]:
+        return [cast(Objective[R], term) for term in self.terms]
 
     def forward(self, goal: R, seen: R) -> Tensor:
         values = [w * term(goal, seen) for w, term in zip(self.weights, self.terms, strict=True)]

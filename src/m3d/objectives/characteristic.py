@@ -88,7 +88,7 @@ class Generator(nn.Module):
 
 
 def characteristic(features: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-    """(real, imaginary part) of φ, each [C, F], of ``features`` [C, n, d] made unit vectors, at ``frequencies`` [F, d]."""
+    """(real, imaginary part) of φ, each [C, F], of the directions of ``features`` [C, n, d] at t [F, d]."""
     angle = functional.normalize(features, dim=-1) @ frequencies.mT  # [C, n, F]
     return angle.cos().mean(1), angle.sin().mean(1)
 
