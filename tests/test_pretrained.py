@@ -48,14 +48,14 @@ def test_an_encoder_lies_between_the_initial_and_the_trained_weights_of_one_netw
     pool = live(tiny, low=0.2, high=0.6)
     place = pool.eyes().flat.data_ptr(), pool.eyes().trained.data_ptr()
     shares, rows = [], []
-    for step in range(300):
+    for step in range(240):
         assert pool.due(step)
         pool.draw(step)
         (row,) = [r for r in range(3) if torch.equal(pool.eyes().trained, pool.networks.final[r])]
         rows.append(row)
         shares.append(share_of(pool, row))
     assert (pool.eyes().flat.data_ptr(), pool.eyes().trained.data_ptr()) == place  # a recorded step reads these
-    assert min(torch.bincount(torch.tensor(rows))) > 70
+    assert min(torch.bincount(torch.tensor(rows))) > 55
     shares = torch.tensor(shares)
     assert 0.2 <= shares.min() < 0.22 and 0.58 < shares.max() <= 0.6 and abs(shares.mean() - 0.4) < 0.03
     by_row = [shares[torch.tensor(rows) == r].mean() for r in range(3)]
@@ -131,7 +131,7 @@ def test_training_that_is_stopped_goes_on_where_it_was(tiny, monkeypatch, tmp_pa
 def test_weights_that_blow_up_are_not_kept(tiny, monkeypatch, tmp_path):
     monkeypatch.setenv("M3D_CACHE", str(tmp_path))
     with pytest.raises(M3DError, match="not finite"):
-        trained_networks(tiny, NET, encoder_recipe(3, 1e38), 1, 0, CPU)
+        trained_networks(tiny, NET, encoder_recipe(3, lr=1e38), 1, 0, CPU)
     assert not list(tmp_path.iterdir())
 
 
@@ -208,6 +208,22 @@ def test_the_loss_is_matching_plus_what_the_trained_network_says(tiny, name, opt
     torch.testing.assert_close(gradient, torch.autograd.grad(total, latent)[0], atol=1e-5, rtol=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("m3d+", {"layers": 2, "ce_ramp": 1.0}), ("ncfm", {"sampler": "learned", "frequencies": 8, "amplitude": 0.3})],
+)
+def test_variants_compile_without_breaks(tiny, name, options):
+    torch._dynamo.reset()
+    step = step_of(name, tiny, **options)
+    compiled = torch.compile(step.loss, backend="aot_eager", fullgraph=True, dynamic=False)
+    draws = (step.lanes, step.real_index[0], step.syn_index[0], step.uniforms[0])
+    values = []
+    for loss in (step.loss, compiled):
+        value = loss(*draws)
+        values.append((value, *torch.autograd.grad(value.sum(), step.learned)))
+    torch.testing.assert_close(values[0], values[1], atol=1e-5, rtol=1e-4)
+
+
 def test_published_settings_and_defaults():
     small, large = Task("any", (3, 32, 32), 10, 10), Task("any", (3, 128, 128), 10, 10)
     own, dance, ncfm = (make_method(name, small, {})[0] for name in ("m3d+", "dance", "ncfm"))
@@ -220,6 +236,9 @@ def test_published_settings_and_defaults():
     assert (dance.matching.batch_real, dance.matching.guide.weight, dance.matching.pool.networks) == (128, 1.0, 5)
     big = make_method("dance", large, {})[0]
     assert (big.matching.player.lr, big.matching.pool.recipe.epochs, big.tiles.factor) == (1.0, 80, 3)
+    assert big.matching.pool.recipe.batch == 64 and dance.matching.pool.recipe.batch == 512
+    for name in ("m3d+", "dance", "ncfm"):
+        assert make_method(name, small, {"encoder_batch": 32})[0].matching.pool.recipe.batch == 32
     assert (ncfm.steps, ncfm.matching.player, ncfm.matching.objective.frequencies) == (20_000, AdamW(0.001), 4096)
     assert ncfm.matching.objective.scale == 300 and ncfm.matching.objective.climber is None
     learned = make_method("ncfm", small, {"sampler": "learned", "lr_sampler": 0.5})[0]

@@ -21,10 +21,15 @@ from m3d.trained import Trained, trained_networks
 from m3d.types import Eyes
 
 
-def encoder_recipe(epochs: int, lr: float = 0.05) -> Recipe:
-    """SGD whose rate falls linearly to 0, batches of 512, one augmentation of the full list per batch."""
+def encoder_recipe(epochs: int, batch: int = 512, lr: float = 0.05) -> Recipe:
+    """SGD whose rate falls linearly to 0, one augmentation of the full list per batch."""
     operations = Augment(one_of=("color", "crop", "cutout", "flip", "scale", "rotate"))
-    return Recipe(epochs, 512, lr, schedule="linear", augment=operations)
+    return Recipe(epochs, batch, lr, schedule="linear", augment=operations)
+
+
+def default_batch(shape: tuple[int, int, int]) -> int:
+    """512 images up to 64 pixels, 64 above: five networks' maps of 512 photographs would not fit into a GPU."""
+    return 512 if max(shape[1:]) <= 64 else 64
 
 
 @dataclass(frozen=True)

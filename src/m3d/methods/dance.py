@@ -26,7 +26,7 @@ from m3d.methods import METHODS, Task
 from m3d.methods.m3d import default_factor, size_rate
 from m3d.objectives import MMD
 from m3d.players import Descent
-from m3d.pretrained import Pretrained, encoder_recipe
+from m3d.pretrained import Pretrained, default_batch, encoder_recipe
 from m3d.select import make_init
 from m3d.synth import Tiles
 
@@ -44,6 +44,7 @@ def dance(
     ce_weight: float = 1.0,
     encoders: int = 5,
     encoder_epochs: int | None = None,
+    encoder_batch: int | None = None,
     encoder_lr: float = 0.05,
     mix_low: float = 0.0,
     mix_high: float = 1.0,
@@ -59,12 +60,14 @@ def dance(
         lr = (0.1 if large else 0.01) * size_rate(task.shape) * task.ipc
     if encoder_epochs is None:
         encoder_epochs = 80 if large else 60
+    batch = default_batch(task.shape) if encoder_batch is None else encoder_batch
+    recipe = encoder_recipe(encoder_epochs, batch, encoder_lr)
     return Method(
         init=make_init(init),
         tiles=Tiles(default_factor(task.shape) if factor is None else factor),
         matching=Matching(
             steps=steps,
-            pool=Pretrained(encoder_recipe(encoder_epochs, encoder_lr), encoders, mix_low, mix_high, ipm),
+            pool=Pretrained(recipe, encoders, mix_low, mix_high, ipm),
             objective=MMD(Linear()),
             guide=CrossEntropy(ce_weight) if ce_weight else None,
             player=Descent(lr, momentum),

@@ -26,7 +26,7 @@ from m3d.methods import METHODS, Task
 from m3d.methods.m3d import default_factor
 from m3d.objectives import CharacteristicGap
 from m3d.players import AdamW
-from m3d.pretrained import Pretrained, encoder_recipe
+from m3d.pretrained import Pretrained, default_batch, encoder_recipe
 from m3d.select import make_init
 from m3d.synth import Tiles
 
@@ -45,6 +45,7 @@ def ncfm(
     ce_weight: float = 1.0,
     encoders: int = 5,
     encoder_epochs: int = 60,
+    encoder_batch: int | None = None,
     encoder_lr: float = 0.05,
     mix_low: float = 0.0,
     mix_high: float = 1.0,
@@ -56,12 +57,14 @@ def ncfm(
 ) -> Method:
     """Match characteristic functions of representations, under encoders between random and trained ones."""
     climber = AdamW(lr_sampler, ascent=True)
+    batch = default_batch(task.shape) if encoder_batch is None else encoder_batch
+    recipe = encoder_recipe(encoder_epochs, batch, encoder_lr)
     return Method(
         init=make_init(init),
         tiles=Tiles(default_factor(task.shape) if factor is None else factor),
         matching=Matching(
             steps=steps,
-            pool=Pretrained(encoder_recipe(encoder_epochs, encoder_lr), encoders, mix_low, mix_high, ipm),
+            pool=Pretrained(recipe, encoders, mix_low, mix_high, ipm),
             objective=CharacteristicGap(frequencies, amplitude, climber if sampler == "learned" else None),
             guide=CrossEntropy(ce_weight) if ce_weight else None,
             player=AdamW(lr),

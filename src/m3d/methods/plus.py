@@ -23,7 +23,7 @@ from m3d.methods import METHODS, Task
 from m3d.methods.m3d import default_factor, size_rate
 from m3d.objectives import MMD, LayersMMD, Objective
 from m3d.players import Descent
-from m3d.pretrained import Pretrained, encoder_recipe
+from m3d.pretrained import Pretrained, default_batch, encoder_recipe
 from m3d.probes import Forward
 from m3d.select import make_init
 from m3d.synth import Tiles
@@ -49,6 +49,7 @@ def plus(
     ce_ramp: float = 0.0,
     encoders: int = 5,
     encoder_epochs: int = 20,
+    encoder_batch: int | None = None,
     encoder_lr: float = 0.05,
     mix_low: float = 0.0,
     mix_high: float = 1.0,
@@ -66,14 +67,14 @@ def plus(
     if lr is None:
         lr = _rate(chosen, kernel, "lr") * size_rate(task.shape) * task.ipc
     loss: Objective[Seen] = LayersMMD(chosen, layers, layer_weight) if layers else MMD(chosen)
+    batch = default_batch(task.shape) if encoder_batch is None else encoder_batch
+    recipe = encoder_recipe(encoder_epochs, batch, encoder_lr)
     return Method(
         init=make_init(init),
         tiles=Tiles(default_factor(task.shape) if factor is None else factor),
         matching=Matching(
             steps=steps,
-            pool=Pretrained(
-                encoder_recipe(encoder_epochs, encoder_lr), encoders, mix_low, mix_high, ipm, round(ce_ramp * steps)
-            ),
+            pool=Pretrained(recipe, encoders, mix_low, mix_high, ipm, round(ce_ramp * steps)),
             objective=loss,
             probe=Forward(maps=layers > 0),
             guide=CrossEntropy(weight) if weight else None,
