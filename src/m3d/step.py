@@ -44,13 +44,6 @@ class Step(nn.Module):
         self.objective = copy.deepcopy(matching.objective).to(device)
         self.probe = _on(copy.deepcopy(matching.probe), device)
         self.pool = matching.pool.start(World(net, data, self.synthetic, seed, runtime))
-        # Draws of a block of steps, and the losses it leaves; ``slot`` says which step of the block is next.
-        self.slot = torch.zeros(1, dtype=torch.long, device=device)
-        self.number = torch.zeros_like(self.slot)  # the same step counted from the beginning
-        self.lanes = torch.arange(classes, device=device)
-        self.real_index = torch.zeros(BLOCK, classes, matching.batch_real, dtype=torch.long, device=device)
-        self.uniforms = torch.zeros(BLOCK, classes, UNIFORMS, device=device)
-        self.losses = torch.zeros(BLOCK, classes, device=device)
         self.objective.start(seed, self._sample)
         if matching.average_start < matching.steps:
             self.register_buffer("average", torch.zeros_like(self.synthetic.latent, requires_grad=False))
@@ -62,7 +55,14 @@ class Step(nn.Module):
         decoded = pixels.shape[1] * method.tiles.cells
         self.subset = min(matching.batch_syn_max, decoded)
         self.decoded = decoded
+        self.lanes = torch.arange(classes, device=device)
+        # Draws of a block of steps, and the losses it leaves; ``slot`` says which step of the block is next.
+        self.slot = torch.zeros(1, dtype=torch.long, device=device)
+        self.number = torch.zeros_like(self.slot)  # the same step counted from the beginning
+        self.real_index = torch.zeros(BLOCK, classes, matching.batch_real, dtype=torch.long, device=device)
         self.syn_index = torch.zeros(BLOCK, classes, self.subset, dtype=torch.long, device=device)
+        self.uniforms = torch.zeros(BLOCK, classes, UNIFORMS, device=device)
+        self.losses = torch.zeros(BLOCK, classes, device=device)
         self.together = self.objective.across_classes or net.mixes_images  # whether classes must go through at once
         self.chunk = classes if self.together else _classes_at_once(data, matching.batch_real)
         loss = torch.compile(self.loss, dynamic=False) if runtime.compiles(matching.steps) else self.loss
@@ -118,8 +118,10 @@ class Step(nn.Module):
 
     def _sample(self) -> Reading:
         """A reading of one real image of the first class, for its shape."""
-        parameters = self.matching.augment.parameters(self.uniforms[0, :1], self.data.shape[1:])
-        return self._goal(self.pool.eyes(), self.lanes[:1], self.real_index[0, :1, :1], parameters)
+        index = torch.zeros(1, 1, dtype=torch.long, device=self.data.train.device)
+        uniforms = torch.zeros(1, UNIFORMS, device=index.device)
+        parameters = self.matching.augment.parameters(uniforms, self.data.shape[1:])
+        return self._goal(self.pool.eyes(), index[0], index, parameters)
 
     def advance(self) -> None:
         """One step: loss, gradient, move, clamp. Nothing here waits for the host.
