@@ -194,3 +194,11 @@ def test_the_estimate_converges_at_the_rate_of_theorem_2():
         errors.append(sum(float(mmd2(Gaussian(), a, b).clamp(min=0).sqrt()) for a, b in pairs) / len(pairs))
     slope = (math.log(errors[-1]) - math.log(errors[0])) / (math.log(sizes[-1]) - math.log(sizes[0]))
     assert -0.58 < slope < -0.42
+
+
+def test_the_number_of_bandwidths():
+    assert make_kernel("gaussian").multiples == Gaussian().multiples == (0.25, 0.5, 1.0, 2.0, 4.0)
+    assert make_kernel("gaussian:bandwidths=1").multiples == (1.0,)
+    assert make_kernel("gaussian:bandwidths=4").multiples == pytest.approx([2**-1.5, 2**-0.5, 2**0.5, 2**1.5])
+    with pytest.raises(M3DError, match="bandwidths=0"):
+        make_kernel("gaussian:bandwidths=0")

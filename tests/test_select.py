@@ -5,7 +5,7 @@ import torch
 
 from m3d.errors import M3DError
 from m3d.runtime import Runtime
-from m3d.select import INITS, herding, k_center, make_init
+from m3d.select import INITS, herding, k_center, k_means, make_init
 from m3d.trained import cache_folder, default_recipe, representations, trained_networks
 
 CPU = Runtime.choose("cpu")
@@ -49,6 +49,20 @@ def test_k_center_takes_the_farthest():
     assert sorted(k_center(same, 4).tolist()) == [0, 1, 2, 3] == sorted(herding(same, 4).tolist())
 
 
+def test_k_means_takes_one_point_of_each_cluster():
+    """Four clouds of unequal size: the point nearest to each cloud's mean."""
+    centres = torch.tensor([[0.0, 0.0], [20.0, 0.0], [0.0, 20.0], [20.0, 20.0]], dtype=torch.float64)
+    owner = torch.tensor([0] * 30 + [1] * 10 + [2] * 6 + [3] * 4)
+    x = centres[owner] + points(50, 2)
+    chosen = k_means(x, 4)
+    expected = set()
+    for c in range(4):
+        mine = (owner == c).nonzero().flatten()
+        expected.add(int(mine[(x[mine] - x[mine].mean(0)).square().sum(1).argmin()]))
+    assert set(chosen.tolist()) == expected
+    assert sorted(k_means(torch.zeros(4, 2), 4).tolist()) == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize(
     "spec",
     [
@@ -56,6 +70,7 @@ def test_k_center_takes_the_farthest():
         "noise",
         "herding:features=pixels",
         "k-center:features=pixels",
+        "k-means:features=pixels",
         f"herding:network={NET.split(':')[0]},epochs=1",
     ],
 )
@@ -70,7 +85,7 @@ def test_every_initialisation_gives_images_of_every_class(tiny, spec):
 
 
 def test_the_sweep_is_complete():
-    assert INITS.names() == ["herding", "k-center", "noise", "real"]
+    assert INITS.names() == ["herding", "k-center", "k-means", "noise", "real"]
 
 
 def test_wrong_requests_are_named(tiny):

@@ -91,7 +91,7 @@ def condense(
     factor: Annotated[int | None, typer.Option(help="Mini-images along each side of a stored image.")] = None,
     kernel: Annotated[str | None, typer.Option(help="See 'm3d list kernels'.")] = None,
     objective: Annotated[str | None, typer.Option(help="Another loss in the same method, e.g. dm with m3d.")] = None,
-    ipm: Annotated[int | None, typer.Option(help="Iterations per random model.")] = None,
+    ipm: Annotated[int | None, typer.Option(help="Iterations per model.")] = None,
     batch_real: Annotated[int | None, typer.Option(help="Real images per class and step.")] = None,
     set_: Annotated[
         list[str] | None,

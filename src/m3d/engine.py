@@ -91,7 +91,7 @@ class _Run:
         self.judged: list[tuple[int, float]] = []
         self.best: tuple[Tensor, int, float] | None = None
         self.best_learned: dict[str, float] = {}
-        self._earlier_seconds = 0.0
+        self._earlier_seconds = state.pool.borrowed  # a checkpoint's count has them already
         self.saturated_at_first = self._saturated()
         self._load()
         self._start = began  # choosing the first images counts
@@ -210,7 +210,7 @@ class _Run:
 
     def _pixels(self) -> Tensor:
         """A copy on the CPU: what is judged or returned must not change with the next step."""
-        return self.state.synthetic.pixels().detach().to("cpu", copy=True).clamp_(0, 1)
+        return self.state.result(self.step).to("cpu", copy=True).clamp_(0, 1)
 
     def _judge_if_due(self) -> None:
         every, judge = self.watch.judge_every, self.watch.judge

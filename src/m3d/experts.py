@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -56,7 +56,7 @@ def train_experts(
     net: FlatNet, data: Dataset, recipe: Recipe, experts: int, epochs: int, seed: int, runtime: Runtime
 ) -> Trajectories:
     """Experts with ``epochs`` recorded epochs each; those in the cache are checked and taken, the rest trained."""
-    if recipe.momentum or recipe.milestones:
+    if recipe.momentum or recipe.milestones or recipe.schedule == "linear":
         raise M3DError("experts are trained without momentum and at a constant rate; the recipe has one of them")
     if not net.spec:
         raise M3DError("experts are kept by their network's name; this one has none, make it by make_net")
@@ -68,7 +68,7 @@ def train_experts(
         "std": list(data.std),
         **data.transform,
         "net": net.spec,
-        "recipe": {**asdict(recipe), "epochs": None, "augment": str(recipe.augment)},  # each epoch has its own file
+        "recipe": {**recipe.record(), "epochs": None},  # each epoch has its own file
         "seed": seed,
         "precision": runtime.precision,
         "deterministic": runtime.deterministic,

@@ -222,9 +222,11 @@ def mean_squared_distance(z: Tensor) -> Tensor:
 
 
 @KERNELS.register("gaussian")
-def gaussian() -> Kernel:
+def gaussian(*, bandwidths: int = 5) -> Kernel:
     """Sum of five Gaussians around the mean squared distance; universal, the paper's default."""
-    return Gaussian()
+    if bandwidths < 1:
+        raise M3DError(f"gaussian: bandwidths={bandwidths} is not valid; allowed: 1 and more")
+    return Gaussian([2.0 ** (k - (bandwidths - 1) / 2) for k in range(bandwidths)])
 
 
 @KERNELS.register("polynomial")

@@ -31,11 +31,19 @@ class Matching:
     batch_syn_max: int = 200  # decoded synthetic images per class and step, at most
     standardised: bool = False  # whether the player moves standardised pixels instead of plain ones
     diverged_at: float = 20.0  # stop when the loss exceeds its first value this many times
+    average_from: float = 1.0  # the result is the mean of the images after this part of the steps; 1: the last images
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_real", "batch_syn_max"):
             if getattr(self, name) < 1:
                 raise M3DError(f"{name}={getattr(self, name)} is not valid; allowed: 1 and more")
+        if not 0 <= self.average_from <= 1:
+            raise M3DError(f"average_from={self.average_from} is not valid; allowed: a part of the steps, from 0 to 1")
+
+    @property
+    def average_start(self) -> int:
+        """How many steps are taken before the first whose images enter the mean; all of them: there is no mean."""
+        return round(self.average_from * self.steps)
 
 
 @dataclass(frozen=True)

@@ -66,3 +66,52 @@ class _LiveDescent(LivePlayer):
         passed = (self._milestones <= self.taken).sum()
         target.sub_(self.velocity * (record.lr * record.gamma**passed))
         self.taken.add_(1)
+
+
+@dataclass(frozen=True)
+class AdamW:
+    """Adam with decoupled weight decay (Loshchilov & Hutter, 2019); with ``ascent`` it climbs instead.
+
+    x ← (1 − lr·decay)·x − lr · m̂ / (√v̂ + ε), m̂ and v̂ the running means of g and g², corrected for their start at 0.
+    """
+
+    lr: float
+    betas: tuple[float, float] = (0.9, 0.999)
+    decay: float = 0.0
+    epsilon: float = 1e-8
+    ascent: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 < self.lr < float("inf"):
+            raise M3DError(f"lr={self.lr} is not valid; allowed: a positive number")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise M3DError(f"betas={self.betas} are not valid; allowed: two numbers from 0 up to, but not including, 1")
+
+    def start(self, target: Tensor) -> LivePlayer:
+        return _LiveAdamW(self, target)
+
+
+class _LiveAdamW(LivePlayer):
+    first: Tensor  # running mean of the gradient
+    second: Tensor  # and of its square
+    taken: Tensor  # []: steps so far, on the device
+
+    def __init__(self, record: AdamW, target: Tensor):
+        super().__init__()
+        self.record = record
+        self._target = (target,)
+        self.register_buffer("first", torch.zeros_like(target, requires_grad=False))
+        self.register_buffer("second", torch.zeros_like(target, requires_grad=False))
+        self.register_buffer("taken", torch.zeros((), device=target.device))
+
+    @torch.no_grad()
+    def step(self, gradient: Tensor) -> None:
+        record, target = self.record, self._target[0]
+        gradient = -gradient if record.ascent else gradient
+        self.taken.add_(1)
+        low, high = record.betas
+        self.first.lerp_(gradient, 1 - low)
+        self.second.mul_(high).addcmul_(gradient, gradient, value=1 - high)
+        mean = self.first / (1 - low**self.taken)
+        spread = (self.second / (1 - high**self.taken)).sqrt_().add_(record.epsilon)
+        target.mul_(1 - record.lr * record.decay).sub_(mean / spread, alpha=record.lr)

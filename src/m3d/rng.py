@@ -41,6 +41,9 @@ class Purpose(IntEnum):
     SEGMENT = 21  # which stretch of which expert's training a step imitates
     LESSON = 22  # mini-batches a student is taught with
     LESSON_AUGMENT = 23  # their augmentation
+    MIXTURE = 30  # which pre-trained network serves a step, and how much of its training is taken back
+    FREQUENCY = 31  # at which frequencies characteristic functions are compared
+    SAMPLER = 32  # initial weights of a network that learns them
 
 
 def philox(

@@ -16,6 +16,9 @@ from m3d.registry import Registry, parse_spec
 from m3d.runtime import Runtime
 from m3d.trained import default_recipe, representations, trained_networks
 
+_LLOYD = 20  # rounds of k-means: later ones move few points
+_CANDIDATES = 1000  # points that its centres may start from
+
 
 class Init(Protocol):
     """Chooses ``count`` starting images of every class."""
@@ -125,6 +128,33 @@ def k_center(features: Tensor, count: int) -> Tensor:
     return torch.stack(chosen)
 
 
+def k_means(features: Tensor, count: int) -> Tensor:
+    """[count]: the points nearest to the centres of ``count`` clusters (Lloyd, 1982).
+
+    The first centres are chosen one by one, always the one of about a thousand points that brings all points nearest to
+    a centre. A cluster that loses all its points keeps its centre; no point is chosen twice.
+    """
+    candidates = features[:: max(1, len(features) // max(_CANDIDATES, count))]
+    far = torch.cdist(candidates, features).square()  # [candidates, n]
+    nearest, first = torch.full_like(features[:, 0], torch.inf), []
+    for _ in range(count):
+        first.append(torch.minimum(far, nearest).sum(1).argmin())
+        nearest = torch.minimum(far[first[-1]], nearest)
+    centres = candidates[torch.stack(first)]
+    numbers = torch.arange(count, device=features.device)[:, None]
+    for _ in range(_LLOYD):
+        owner = torch.cdist(features, centres).argmin(1)
+        members = (owner == numbers).to(features.dtype)  # [count, n]; a product, so that sums are always the same
+        sizes = members.sum(1, keepdim=True)
+        centres = torch.where(sizes > 0, members @ features / sizes.clamp(min=1), centres)
+    distance = torch.cdist(centres, features)  # [count, n]
+    chosen = []
+    for row in distance:
+        chosen.append(row.argmin())
+        distance[:, chosen[-1]] = torch.inf
+    return torch.stack(chosen)
+
+
 INITS: Registry[Init] = Registry("initialisation")
 
 
@@ -150,6 +180,12 @@ def _herding(*, features: Features = "network", network: str = "convnet3", epoch
 def _k_center(*, features: Features = "network", network: str = "convnet3", epochs: int = 20) -> Init:
     """Real images that cover the class: each the farthest from those before it."""
     return ByFeatures(k_center, features, network, epochs)
+
+
+@INITS.register("k-means")
+def _k_means(*, features: Features = "network", network: str = "convnet3", epochs: int = 20) -> Init:
+    """Real images nearest to the centres of the class's clusters."""
+    return ByFeatures(k_means, features, network, epochs)
 
 
 def make_init(spec: str) -> Init:

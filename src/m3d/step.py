@@ -31,6 +31,8 @@ _CPU_MAPS = 2**26  # bytes
 class Step(nn.Module):
     """The tensors of a run and one step over them."""
 
+    average: Tensor  # like the latent pixels: their mean since the step it begins with, where one is asked for
+
     def __init__(self, method: Method, data: Dataset, net: FlatNet, pixels: Tensor, seed: int, runtime: Runtime):
         super().__init__()
         assert method.matching is not None
@@ -42,6 +44,9 @@ class Step(nn.Module):
         self.objective = copy.deepcopy(matching.objective).to(device)
         self.probe = _on(copy.deepcopy(matching.probe), device)
         self.pool = matching.pool.start(World(net, data, self.synthetic, seed, runtime))
+        self.objective.start(seed, self._sample)
+        if matching.average_start < matching.steps:
+            self.register_buffer("average", torch.zeros_like(self.synthetic.latent, requires_grad=False))
         self.learned: list[Tensor] = [self.synthetic.latent]
         self.players: list[LivePlayer] = [matching.player.start(self.synthetic.latent)]
         for part in (self.objective, self.probe):
@@ -53,6 +58,7 @@ class Step(nn.Module):
         self.lanes = torch.arange(classes, device=device)
         # Draws of a block of steps, and the losses it leaves; ``slot`` says which step of the block is next.
         self.slot = torch.zeros(1, dtype=torch.long, device=device)
+        self.number = torch.zeros_like(self.slot)  # the same step counted from the beginning
         self.real_index = torch.zeros(BLOCK, classes, matching.batch_real, dtype=torch.long, device=device)
         self.syn_index = torch.zeros(BLOCK, classes, self.subset, dtype=torch.long, device=device)
         self.augmentation = torch.zeros(BLOCK, classes, NUMBERS, device=device)
@@ -89,6 +95,7 @@ class Step(nn.Module):
             order = rng.permutation(self.seed, rng.Purpose.SYNTHETIC, steps, self.lanes, self.decoded)
             self.syn_index.copy_(order[..., : self.subset])
         self.slot.fill_(step - first)
+        self.number.fill_(step)
 
     def loss(self, classes: Tensor, real_index: Tensor, syn_index: Tensor, augmentation: Tensor) -> Tensor:
         """[c]: the losses of ``classes`` [c], a pure function of their draws, the encoder and the latent pixels."""
@@ -112,12 +119,20 @@ class Step(nn.Module):
         reading: Reading = self.probe(self.net, eyes, batch, self.runtime.dtype)
         return reading
 
+    def _sample(self) -> Reading:
+        """A reading of one real image of the first class, for its shape."""
+        index = torch.zeros(1, 1, dtype=torch.long, device=self.data.train.device)
+        uniforms = torch.zeros(1, UNIFORMS, device=index.device)
+        parameters = self.matching.augment.parameters(uniforms, self.data.shape[1:])
+        return self._goal(self.pool.eyes(), index[0], index, parameters)
+
     def advance(self) -> None:
         """One step: loss, gradient, move, clamp. Nothing here waits for the host.
 
         Classes go through in chunks that fit; their gradients do not overlap, so the sum over chunks is exact.
         """
         draws = [self.lanes, *(pick(buffer, self.slot) for buffer in self._draws)]
+        self.objective.draw(self.number)
         losses, gradients = [], []
         for part in zip(*(torch.split(d, self.chunk) for d in draws), strict=True):
             losses.append(self._loss(*part))
@@ -129,6 +144,23 @@ class Step(nn.Module):
         self.synthetic.project_()
         self.losses.index_copy_(0, self.slot, loss.detach().expand(len(self.lanes))[None])
         self.slot.add_(1)
+        self.number.add_(1)
+        self._average()
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        """Take this step's images into the mean: ā ← ā + (x − ā) / k, k images in it with these."""
+        if self.matching.average_start >= self.matching.steps:
+            return
+        many = self.number - self.matching.average_start  # counted on the device: a recorded step runs from step 0 on
+        share = torch.where(many > 0, 1 / many.clamp(min=1), 0.0)
+        self.average.lerp_(self.synthetic.latent, share)
+
+    def result(self, step: int) -> Tensor:
+        """[C, ipc, ch, h, w] in [0, 1]: the images after ``step`` steps, or their mean once it has begun."""
+        if step <= self.matching.average_start or self.matching.average_start >= self.matching.steps:
+            return self.synthetic.pixels().detach()
+        return self.synthetic.pixels(self.average)
 
 
 def _on(part: Any, device: torch.device) -> Any:

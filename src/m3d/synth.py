@@ -90,9 +90,10 @@ class Synthetic(nn.Module):
         self.tiles, self.normalise, self.standardised = tiles, normalise, standardised
         self.latent = nn.Parameter(normalise(pixels) if standardised else pixels.clone())
 
-    def pixels(self) -> Tensor:
-        """[C, ipc, ch, h, w] in [0, 1]."""
-        return self.normalise.inverse(self.latent) if self.standardised else self.latent
+    def pixels(self, latent: Tensor | None = None) -> Tensor:
+        """[C, ipc, ch, h, w] in [0, 1], of the learned images or of ``latent`` in their place."""
+        latent = self.latent if latent is None else latent
+        return self.normalise.inverse(latent) if self.standardised else latent
 
     def decoded(self) -> Tensor:
         """[C, ipc·l², ch, h, w] in [0, 1]: as a network is trained on them, before normalisation."""

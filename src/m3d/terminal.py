@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,7 +31,23 @@ def progress_bar(quiet: bool) -> Iterator[Callable[[Progress], None] | None]:
     timing = (TextColumn("{task.fields[rate]:.1f} steps/s"), TimeRemainingColumn())
     with Bar(*columns, *timing, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=None, loss=float("nan"), rate=0.0)
-        yield lambda p: bar.update(task, completed=p.step, total=p.steps, loss=p.loss, rate=p.rate)
+        with _said(bar.console.print):
+            yield lambda p: bar.update(task, completed=p.step, total=p.steps, loss=p.loss, rate=p.rate)
+
+
+@contextmanager
+def _said(show: Callable[[str], None]) -> Iterator[None]:
+    """What the library says of its work (networks it trains before the first step) is shown too, line by line."""
+    logger, handler = logging.getLogger("m3d"), logging.Handler()
+    before = logger.level
+    handler.emit = lambda record: show(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
 
 
 @contextmanager

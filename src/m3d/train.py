@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -45,16 +46,28 @@ class Recipe:
     augment: Augment = field(default_factory=Augment)  # drawn for every image; one_of is decided once per batch
     cutmix: float = 0.0  # probability of CutMix per batch
     photo: Photo | None = None  # what is done to photographs first, before they are normalised
+    schedule: Literal["milestones", "linear"] = "milestones"  # linear: the rate falls to 0, epoch by epoch
 
     def __post_init__(self) -> None:
         if self.epochs < 1 or self.batch < 1:
             raise M3DError(f"epochs={self.epochs}, batch={self.batch} is not valid; allowed: 1 and more")
         if not 0 <= self.cutmix <= 1:
             raise M3DError(f"cutmix={self.cutmix} is not valid; allowed: a probability from 0 to 1")
+        if self.schedule == "linear" and self.milestones:
+            raise M3DError(f"milestones={self.milestones} do not go with a linear schedule; allowed: none")
 
     def rate(self, epoch: int) -> float:
         """The learning rate during ``epoch``."""
+        if self.schedule == "linear":
+            return self.lr * (1 - epoch / self.epochs)
         return self.lr * self.gamma ** sum(epoch >= m for m in self.milestones)
+
+    def record(self) -> dict[str, Any]:
+        """Everything that decides what is trained, for cache keys; they are older than the schedule."""
+        named = {**asdict(self), "augment": str(self.augment)}
+        if self.schedule == "milestones":
+            del named["schedule"]
+        return named
 
 
 class Images:

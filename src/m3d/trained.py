@@ -10,7 +10,8 @@ import hashlib
 import json
 import logging
 import os
-from dataclasses import asdict, dataclass, replace
+import time
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -19,14 +20,15 @@ from torch import Tensor
 from m3d import rng
 from m3d.augment import Augment
 from m3d.data.classes import Dataset
-from m3d.errors import M3DError
+from m3d.errors import Interrupted, M3DError
 from m3d.files import read_checked, write_checked
 from m3d.nets import make_net
 from m3d.nets.flat import FlatNet
-from m3d.runtime import Runtime
+from m3d.runtime import Runtime, stop_politely
 from m3d.train import Images, Recipe, Trainer
 
 log = logging.getLogger(__name__)
+_REPORT_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,8 @@ class Trained:
     net: FlatNet
     initial: Tensor  # [R, P]
     final: Tensor  # [R, P]
+    seconds: float = 0.0  # that their training took
+    earlier: float = 0.0  # of these, spent in another session and taken from the cache
 
 
 def default_recipe(epochs: int) -> Recipe:
@@ -58,7 +62,7 @@ def trained_networks(data: Dataset, spec: str, recipe: Recipe, repeats: int, see
     asked = {
         "data": data.train.fingerprint,
         "net": spec,
-        "recipe": {**asdict(recipe), "augment": str(recipe.augment)},
+        "recipe": recipe.record(),
         "repeats": repeats,
         "seed": seed,
         "precision": runtime.precision,
@@ -67,22 +71,54 @@ def trained_networks(data: Dataset, spec: str, recipe: Recipe, repeats: int, see
     path = cache_folder() / f"{hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:24]}.safetensors"
     initial = net.fresh(seed, rng.Purpose.TEACHER, _zero(runtime), torch.arange(repeats, device=runtime.device))
     if path.exists():
-        tensors, _ = read_checked(path)
-        return Trained(net, initial, tensors["final"].to(runtime.device))
+        tensors, about = read_checked(path)
+        seconds = float(about.get("seconds", 0.0))
+        log.info("%d trained %s come from the cache; their training took %.1f s", repeats, spec, seconds)
+        return Trained(net, initial, tensors["final"].to(runtime.device), seconds, seconds)
     log.info("training %d %s for %d epochs on %s", repeats, spec, recipe.epochs, data.name)
+    began = time.perf_counter()
     images = _images(data, runtime)
     with runtime.active():
         trainer = Trainer(net, images, recipe, repeats, seed, runtime)
         with torch.no_grad():
             trainer.flat.copy_(initial)
-        trainer.run(recipe.epochs)
-        accuracy = trainer.accuracy(images)
-    final = trainer.flat.detach()
+        earlier = _run(trainer, path.with_suffix(".begun"))
+        accuracy = trainer.accuracy(images).tolist()  # waits for the device
+    final, seconds = trainer.flat.detach(), earlier + time.perf_counter() - began
+    log.info("trained in %.1f s to a training accuracy of %.1f %%", seconds, sum(accuracy) / repeats)
+    if not bool(torch.isfinite(final).all()):
+        raise M3DError(f"{spec}: weights are not finite after training on {data.name}; try --precision fp32")
+    _keep(path, {"final": final}, {**asked, "training_accuracy": accuracy, "seconds": seconds})
+    path.with_suffix(".begun").unlink(missing_ok=True)
+    return Trained(net, initial, final, seconds, earlier)
+
+
+def _keep(path: Path, tensors: dict[str, Tensor], about: dict[str, object]) -> None:
     try:
-        write_checked(path, {"final": final}, {**asked, "training_accuracy": accuracy.tolist()})
+        write_checked(path, tensors, about)
     except M3DError as error:  # a cache that cannot be written costs time, not the run
         log.warning("the trained networks are not kept: %s", error)
-    return Trained(net, initial, final)
+
+
+def _run(trainer: Trainer, begun: Path) -> float:
+    """Train to the last epoch, from where an interrupted session left off in ``begun``; returns its seconds."""
+    epochs, earlier = trainer.recipe.epochs, 0.0
+    if begun.exists():
+        tensors, about = read_checked(begun)
+        trainer.load(tensors)
+        earlier = float(about["seconds"])
+    start = shown = time.perf_counter()
+    with stop_politely() as stopping:
+        while trainer.epoch < epochs:
+            trainer.run(trainer.epoch + 1)
+            now = time.perf_counter()
+            if stopping.is_set():
+                _keep(begun, trainer.state(), {"seconds": earlier + now - start})
+                raise Interrupted(trainer.epoch, "epochs of training the networks it needs")
+            if now - shown > _REPORT_SECONDS:
+                log.info("epoch %d of %d", trainer.epoch, epochs)
+                shown = now
+    return earlier
 
 
 def cache_folder() -> Path:

@@ -182,3 +182,49 @@ def test_photographs_augmentation_is_the_same_and_can_be_recorded():
         trainer.run(8)
         assert torch.isfinite(trainer.flat).all() and not torch.equal(trainer.flat, before)
     torch.testing.assert_close(*batches, atol=1e-4, rtol=1e-4)
+
+
+PRETRAINED = {
+    "m3d+": {"encoders": 2, "encoder_epochs": 2, "ce_ramp": 0.5, "decay": 0.5, "average_from": 0.5},
+    "dance": {"encoders": 2, "encoder_epochs": 2},
+    "ncfm": {"encoders": 2, "encoder_epochs": 2, "frequencies": 32, "sampler": "learned", "lr": 0.002},
+}
+
+
+@pytest.mark.parametrize("mode", ["eager", "compile"])
+@pytest.mark.parametrize("name", sorted(PRETRAINED))
+def test_pretrained_encoders_are_refilled_in_recorded_steps(data, name, mode, tmp_path, monkeypatch):
+    """A deterministic run that is stopped and resumed gives the same bits as one that is not."""
+    monkeypatch.setattr("m3d.engine._REPORT_SECONDS", 0.0)
+    runtime, options = Runtime.choose("cuda", "bf16", deterministic=True, step_mode=mode), PRETRAINED[name]
+    whole, folder, asked = run(data, runtime, name, **options), RunFolder(tmp_path), []
+
+    def stop(progress):
+        import signal
+
+        if progress.step >= 27 and not asked:
+            asked.append(1)
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(Interrupted):
+        run(data, runtime, name, Watch(report=stop, folder=folder), **options)
+    resumed = run(data, runtime, name, Watch(folder=folder), **options)
+    assert torch.equal(resumed.pixels, whole.pixels) and resumed.losses == whole.losses
+
+
+def test_a_recorded_refill_draws_each_step_its_own_encoder(data):
+    """Against the definition, long after the recording (the first three calls run unrecorded)."""
+    from m3d.pools import World
+    from m3d.pretrained import Pretrained, encoder_recipe
+
+    net = FlatNet(make_net(NET, data.shape, data.classes), "cuda")
+    pool = Pretrained(encoder_recipe(2), networks=3).start(World(net, data, None, 0, Runtime.choose("cuda", "fp32")))
+    place = pool.eyes().flat.data_ptr()
+    for step in range(12):
+        pool.draw(step)
+        words = rng.bits(0, rng.Purpose.MIXTURE, torch.tensor([step]), torch.arange(2), 1)[0, :, 0].tolist()
+        row, share = words[0] % 3, (words[1] >> 8) * 2.0**-24
+        assert torch.equal(pool.eyes().trained, pool.networks.final[row])
+        expected = share * pool.networks.initial[row] + (1 - share) * pool.networks.final[row]
+        torch.testing.assert_close(pool.eyes().flat, expected, atol=1e-6, rtol=1e-5)
+    assert pool.eyes().flat.data_ptr() == place

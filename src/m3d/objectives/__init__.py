@@ -1,7 +1,8 @@
 """How two readings are compared: one value per class."""
 
 from m3d.objectives.base import Objective
-from m3d.objectives.features import MMD, Attention, Moment
+from m3d.objectives.characteristic import CharacteristicGap
+from m3d.objectives.features import MMD, Attention, LayersMMD, Moment
 from m3d.objectives.gradients import CosineRows, PowerDistance
 from m3d.objectives.layers import Discriminate, LayerMeans
 from m3d.objectives.trajectories import EndPoint
@@ -9,10 +10,12 @@ from m3d.objectives.trajectories import EndPoint
 __all__ = [
     "MMD",
     "Attention",
+    "CharacteristicGap",
     "CosineRows",
     "Discriminate",
     "EndPoint",
     "LayerMeans",
+    "LayersMMD",
     "Moment",
     "Objective",
     "PowerDistance",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Generic, TypeVar
+from collections.abc import Callable
+from typing import Generic, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,15 @@ class Objective(nn.Module, Generic[R]):
         """
         raise NotImplementedError(f"{type(self).__name__} must define forward(goal, seen)")
 
+    def start(self, seed: int, sample: Callable[[], R]) -> None:
+        """Once before a run: make what depends on the seed or on the shape of a reading, of which ``sample`` gives one.
+
+        Most objectives need neither.
+        """
+
+    def draw(self, step: Tensor) -> None:
+        """Before step number ``step`` [1]: refill what is drawn anew, in place and without waiting for the host."""
+
     def __add__(self, other: object) -> Objective[R]:
         if not isinstance(other, Objective):
             raise M3DError(f"objective + {other!r}: only another objective can be added")
@@ -51,6 +61,17 @@ class Weighted(Objective[R]):
         self.weights = [weight for weight, _ in terms]
         self.terms = nn.ModuleList(term for _, term in terms)
         self.across_classes = any(term.across_classes for _, term in terms)
+
+    def start(self, seed: int, sample: Callable[[], R]) -> None:
+        for term in self._parts():
+            term.start(seed, sample)
+
+    def draw(self, step: Tensor) -> None:
+        for term in self._parts():
+            term.draw(step)
+
+    def _parts(self) -> list[Objective[R]]:
+        return [cast(Objective[R], term) for term in self.terms]
 
     def forward(self, goal: R, seen: R) -> Tensor:
         values = [w * term(goal, seen) for w, term in zip(self.weights, self.terms, strict=True)]

@@ -35,6 +35,29 @@ def mmd2(kernel: Kernel, real: Tensor, synthetic: Tensor) -> Tensor:
     return tt + ss - 2 * ts
 
 
+class LayersMMD(Objective[Seen]):
+    """MMD² of the representation + weight · Σ MMD² of the last ``layers`` blocks' maps, each pooled to a vector.
+
+    Every reading has its own bandwidth. A probe must read block maps (``Forward(maps=True)``).
+    """
+
+    def __init__(self, kernel: Kernel, layers: int, weight: float = 1.0):
+        super().__init__()
+        if layers < 1:
+            raise M3DError(f"layers={layers} is not valid; allowed: 1 and more (none is MMD)")
+        if not 0 <= weight < float("inf"):
+            raise M3DError(f"layer_weight={weight} is not valid; allowed: 0 and more")
+        self.kernel, self.layers, self.weight = kernel, layers, weight
+
+    def forward(self, goal: Seen, seen: Seen) -> Tensor:
+        """[C]."""
+        if len(seen.maps) < self.layers:
+            raise M3DError(f"layers={self.layers} is not valid; the network shows the maps of {len(seen.maps)} blocks")
+        pairs = zip(goal.maps[-self.layers :], seen.maps[-self.layers :], strict=True)
+        maps = [mmd2(self.kernel, real.float().mean((-2, -1)), own.float().mean((-2, -1))) for real, own in pairs]
+        return mmd2(self.kernel, goal.features.float(), seen.features.float()) + self.weight * torch.stack(maps).sum(0)
+
+
 class Moment(Objective[Seen]):
     """‖m_q(real) − m_q(synthetic)‖², m_q the central moment of order q of every feature: 2 variance, 3 skewness.
 

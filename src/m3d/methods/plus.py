@@ -1,0 +1,99 @@
+"""M3D+: M3D's kernel with encoders that have seen the data, and images that must be recognised. See docs/beyond.md.
+
+    L = MMD²(f_λ(real), f_λ(synthetic)) + ce_weight · CE(f_trained, synthetic)
+    f_λ = λ · f_initial + (1 − λ) · f_trained, weight by weight
+
+A few networks are trained on the real data before the first step. Each step draws one of them and λ ~ U(mix_low,
+mix_high), matches the distributions of its representation (M3D's Eq. 9), and asks the trained network to recognise the
+synthetic images ("calibration"). Interpolated encoders and calibration are DANCE's (Zhang et al., IJCAI 2024); the
+kernel, its learning rate and the images' parameterisation are M3D's.
+
+The learning rate is M3D's, IPC times the kernel's own rate; the weight of the cross-entropy, unless it is given, is
+0.01 divided by that rate, so that the images are moved by it as much whatever the kernel.
+"""
+
+from __future__ import annotations
+
+from m3d.augment import Augment
+from m3d.errors import M3DError
+from m3d.guides import CrossEntropy
+from m3d.kernels import Kernel, make_kernel
+from m3d.method import Matching, Method
+from m3d.methods import METHODS, Task
+from m3d.methods.m3d import default_factor, size_rate
+from m3d.objectives import MMD, LayersMMD, Objective
+from m3d.players import Descent
+from m3d.pretrained import Pretrained, default_batch, encoder_recipe
+from m3d.probes import Forward
+from m3d.select import make_init
+from m3d.synth import Tiles
+from m3d.types import Seen
+
+_CE_WEIGHT = 0.01
+
+
+@METHODS.register("m3d+", paper="this project", equation="M3D's Eq. 9 + cross-entropy, trained encoders", cost="low")
+def plus(
+    task: Task,
+    *,
+    steps: int = 6000,
+    lr: float | None = None,
+    momentum: float = 0.5,
+    decay: float = 1.0,
+    average_from: float = 1.0,
+    factor: int | None = None,
+    kernel: str = "gaussian",
+    layers: int = 0,
+    layer_weight: float = 1.0,
+    ce_weight: float | None = None,
+    ce_ramp: float = 0.0,
+    encoders: int = 5,
+    encoder_epochs: int = 20,
+    encoder_batch: int | None = None,
+    encoder_lr: float = 0.05,
+    mix_low: float = 0.0,
+    mix_high: float = 1.0,
+    ipm: int = 1,
+    batch_real: int = 128,
+    batch_syn_max: int = 200,
+    augment: str = "color+crop+cutout",
+    init: str = "real",
+) -> Method:
+    """M3D through encoders between random and trained ones, whose images a trained network must recognise."""
+    chosen = make_kernel(kernel)
+    if not 0 <= ce_ramp <= 1:
+        raise M3DError(f"ce_ramp={ce_ramp} is not valid; allowed: a part of the steps, from 0 to 1")
+    weight = _CE_WEIGHT / _rate(chosen, kernel, "ce_weight") if ce_weight is None else ce_weight
+    if lr is None:
+        lr = _rate(chosen, kernel, "lr") * size_rate(task.shape) * task.ipc
+    loss: Objective[Seen] = LayersMMD(chosen, layers, layer_weight) if layers else MMD(chosen)
+    batch = default_batch(task.shape) if encoder_batch is None else encoder_batch
+    recipe = encoder_recipe(encoder_epochs, batch, encoder_lr)
+    return Method(
+        init=make_init(init),
+        tiles=Tiles(default_factor(task.shape) if factor is None else factor),
+        matching=Matching(
+            steps=steps,
+            pool=Pretrained(recipe, encoders, mix_low, mix_high, ipm, round(ce_ramp * steps)),
+            objective=loss,
+            probe=Forward(maps=layers > 0),
+            guide=CrossEntropy(weight) if weight else None,
+            player=Descent(lr, momentum, milestones(steps) if decay != 1 else (), decay),
+            augment=Augment.parse(augment),
+            batch_real=batch_real,
+            batch_syn_max=batch_syn_max,
+            diverged_at=100.0,  # the size of the loss depends on the encoder of the moment
+            average_from=average_from,
+        ),
+    )
+
+
+def milestones(steps: int) -> tuple[int, int]:
+    """A half and three quarters of the steps."""
+    return steps // 2, 3 * steps // 4
+
+
+def _rate(kernel: Kernel, spec: str, option: str) -> float:
+    if kernel.rate is None:
+        raise M3DError(f"kernel {spec!r} has no learning rate of its own, so {option} has no default; give one")
+    return kernel.rate
