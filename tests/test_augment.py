@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from m3d.augment import OPERATIONS, UNIFORMS, Augment, _sample_by_index, translate, warp
+from m3d.augment import NUMBERS, OPERATIONS, UNIFORMS, Augment, Parameters, _sample_by_index, translate, warp
 from m3d.errors import M3DError
 
 
@@ -136,6 +136,13 @@ def test_the_whole_is_differentiable():
     x = images(groups=2, n=1, h=6, w=6).double().requires_grad_()
     p = augment.parameters(random_uniforms(2).double(), (6, 6))
     assert torch.autograd.gradcheck(lambda v: augment.apply(v, p), (x,), eps=1e-5, atol=1e-3, rtol=1e-3)
+
+
+def test_parameters_packed_and_back():
+    p = Augment(always=OPERATIONS).parameters(random_uniforms(5), (8, 6))
+    assert p.packed().shape == (5, NUMBERS)
+    for mine, again in zip(p, Parameters.unpacked(p.packed()), strict=True):
+        assert torch.equal(mine, again)
 
 
 def test_one_of_applies_exactly_one():

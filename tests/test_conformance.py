@@ -81,7 +81,7 @@ def test_compiled_equals_eager_without_breaks_or_recompilation(name, tiny):
     compiled = torch.compile(step.loss, backend="aot_eager", fullgraph=True, dynamic=False)
     for k in range(2):
         step.pool.draw(k)
-        draws = (step.lanes, step.real_index[k], step.syn_index[k], step.uniforms[k])
+        draws = (step.lanes, step.real_index[k], step.syn_index[k], step.augmentation[k])
         with torch._dynamo.config.patch(error_on_recompile=k > 0):
             values = [
                 (v := loss(*draws), torch.autograd.grad(v.sum(), step.synthetic.latent)[0])
@@ -94,7 +94,7 @@ def test_compiled_equals_eager_without_breaks_or_recompilation(name, tiny):
 def test_a_class_moves_only_its_own_images(name, tiny):
     step = first_step(name, tiny)
     step.pool.draw(0)
-    loss = step.loss(step.lanes, step.real_index[0], step.syn_index[0], step.uniforms[0])
+    loss = step.loss(step.lanes, step.real_index[0], step.syn_index[0], step.augmentation[0])
     (gradient,) = torch.autograd.grad(loss[1 % len(loss)], step.synthetic.latent)
     assert gradient[1].abs().sum() > 0
     if not step.objective.across_classes:

@@ -115,7 +115,7 @@ def seen_by(module, images):
 def test_the_loss_is_that_of_plain_batch_norm_modules_with_all_classes_in_one_batch(tiny):
     step = step_of(tiny, augment="none", balance=0.03)
     assert step.together and step.chunk == 3
-    draws = (step.lanes, step.real_index[0], step.syn_index[0], step.uniforms[0])
+    draws = (step.lanes, step.real_index[0], step.syn_index[0], step.augmentation[0])
     value = step.loss(*draws)
     (gradient,) = torch.autograd.grad(value.sum(), step.synthetic.latent)
     module = plain_module(step)
@@ -184,7 +184,7 @@ def test_compiled_equals_eager_with_batch_norm(tiny):
     torch._dynamo.reset()  # what the other methods' steps left
     step = step_of(tiny)
     compiled = torch.compile(step.loss, backend="aot_eager", fullgraph=True, dynamic=False)
-    draws = (step.lanes, step.real_index[0], step.syn_index[0], step.uniforms[0])
+    draws = (step.lanes, step.real_index[0], step.syn_index[0], step.augmentation[0])
     values = [(v := f(*draws), torch.autograd.grad(v.sum(), step.synthetic.latent)[0]) for f in (step.loss, compiled)]
     torch.testing.assert_close(values[0], values[1], atol=1e-4, rtol=1e-4)
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import m3d
+from m3d.augment import Parameters
 from m3d.data import ClassData, Dataset
 from m3d.engine import Watch, condense
 from m3d.errors import Interrupted, M3DError
@@ -67,7 +68,7 @@ def test_class_batched_step_equals_a_class_by_class_loop(tiny, factor):
     step = Step(method, tiny, net, pixels, 0, CPU)
     step.refill(0)
     step.pool.draw(0)
-    loss = step.loss(step.lanes, step.real_index[0], step.syn_index[0], step.uniforms[0])
+    loss = step.loss(step.lanes, step.real_index[0], step.syn_index[0], step.augmentation[0])
     (gradient,) = torch.autograd.grad(loss.sum(), step.synthetic.latent)
     mean, std = (torch.tensor(v)[:, None, None] for v in (tiny.mean, tiny.std))
     augment = method.matching.augment
@@ -75,7 +76,7 @@ def test_class_batched_step_equals_a_class_by_class_loop(tiny, factor):
         latent = pixels[c].clone().requires_grad_()
         start = int(tiny.train.start[c])
         real = tiny.train.images[start + step.real_index[0, c]].float() / 255
-        parameters = augment.parameters(step.uniforms[0, c : c + 1], (8, 8))
+        parameters = Parameters.unpacked(step.augmentation[0, c : c + 1])
 
         def features(x, parameters=parameters):
             x = augment.apply(((x - mean) / std)[None], parameters)[0]
@@ -155,8 +156,8 @@ def test_a_guide_adds_its_own_loss_of_synthetic_images(tiny):
     for step in steps:
         step.refill(0)
         step.pool.draw(0)
-    plain, with_guide = (s.loss(s.lanes, s.real_index[0], s.syn_index[0], s.uniforms[0]) for s in steps)
-    parameters = method.matching.augment.parameters(steps[0].uniforms[0], tiny.shape[1:])
+    plain, with_guide = (s.loss(s.lanes, s.real_index[0], s.syn_index[0], s.augmentation[0]) for s in steps)
+    parameters = Parameters.unpacked(steps[0].augmentation[0])
     seen = method.matching.augment.apply(steps[0].synthetic(steps[0].lanes), parameters)
     for c in range(3):
         logits = net(steps[0].pool.parameters_flat[None], seen[c][None]).logits[0]
@@ -537,7 +538,7 @@ def test_compiled_step_equals_eager_in_one_graph(tiny):
     compiled = torch.compile(step.loss, backend="aot_eager", fullgraph=True, dynamic=False)
     for k in range(3):
         step.pool.draw(k)
-        draws = (step.lanes, step.real_index[k], step.syn_index[k], step.uniforms[k])
+        draws = (step.lanes, step.real_index[k], step.syn_index[k], step.augmentation[k])
         values = []
         for loss in (step.loss, compiled):
             with torch._dynamo.config.patch(error_on_recompile=k > 0):

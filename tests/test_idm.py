@@ -168,7 +168,7 @@ def test_the_loss_is_matching_plus_what_the_network_is_trusted_to_say(tiny, obje
     step.pool.draw(3)
     trust = float(step.pool.trust)
     assert trust > 0
-    draws = (step.lanes, step.real_index[3], step.syn_index[3], step.uniforms[3])
+    draws = (step.lanes, step.real_index[3], step.syn_index[3], step.augmentation[3])
     value = step.loss(*draws)
     (gradient,) = torch.autograd.grad(value.sum(), step.synthetic.latent)
     latent = step.synthetic.latent.detach().clone().requires_grad_()

@@ -127,7 +127,7 @@ def test_a_step_of_whitened_data_compiles(white):
     step = Step(method, white, FlatNet(make_net(NET, white.shape, 3)), torch.rand(3, 2, 3, 8, 8), 0, CPU)
     step.refill(0)
     step.pool.draw(0)
-    draws = (step.lanes, step.real_index[0], step.syn_index[0], step.uniforms[0])
+    draws = (step.lanes, step.real_index[0], step.syn_index[0], step.augmentation[0])
     torch._dynamo.reset()
     compiled = torch.compile(step.loss, backend="aot_eager", fullgraph=True, dynamic=False)
     values = [torch.autograd.grad(loss(*draws).sum(), step.learned) for loss in (step.loss, compiled)]

@@ -126,7 +126,7 @@ def test_other_draws_are_what_they_are_without_it():
     with_photo, without = trainer(Photo()), trainer(None)
     for made in (with_photo, without):
         made._begin_epoch()
-    assert torch.equal(with_photo.uniforms, without.uniforms) and torch.equal(with_photo.index, without.index)
+    assert torch.equal(with_photo.augmentation, without.augmentation) and torch.equal(with_photo.index, without.index)
     assert without.photo.numel() == 0
 
 

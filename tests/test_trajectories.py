@@ -97,7 +97,7 @@ def test_compiled_derivatives_of_the_rate_and_the_images_equal_eager_ones(tiny, 
     step = Step(method, tiny, flat_net(), torch.rand(3, 2, 3, 8, 8), 0, CPU)
     step.refill(0)
     step.pool.draw(0)
-    draws = (step.lanes, step.real_index[0], step.syn_index[0], step.uniforms[0])
+    draws = (step.lanes, step.real_index[0], step.syn_index[0], step.augmentation[0])
     torch._dynamo.reset()
     compiled = torch.compile(step.loss, backend="aot_eager", fullgraph=True, dynamic=False)
     eager = torch.autograd.grad(step.loss(*draws).sum(), step.learned)

@@ -22,21 +22,30 @@ from torch.nn import functional
 from m3d.errors import M3DError, unknown
 
 OPERATIONS = ("color", "crop", "cutout", "flip", "scale", "rotate")
-UNIFORMS = 12  # how many uniform numbers describe one augmentation
+UNIFORMS = 12  # how many uniform numbers decide one augmentation
+NUMBERS = 13  # how many numbers describe it
 _BRIGHTNESS, _SATURATION, _CONTRAST = 1.0, 2.0, 0.5
 _CROP, _CUTOUT, _SCALE, _ROTATE = 0.125, 0.5, 1.2, 15.0
 
 
 class Parameters(NamedTuple):
-    """What is done to each of G groups of images. Every tensor is [G] unless noted."""
+    """What is done to each of G groups of images."""
 
-    brightness: Tensor  # added
-    saturation: Tensor  # factor
-    contrast: Tensor  # factor
+    color: Tensor  # [G, 3]: brightness, which is added; saturation and contrast, which are factors
     matrix: Tensor  # [G, 2, 2]: output to input coordinates, (y, x), relative to the centre
     shift: Tensor  # [G, 2]: added to the input coordinates, in pixels
     hole: Tensor  # [G, 2]: first row and column of the cutout square
     hole_side: Tensor  # [G, 2]: its sides, zero where nothing is cut
+
+    def packed(self) -> Tensor:
+        """[G, NUMBERS]: all of it in one tensor."""
+        return torch.cat([self.color, self.matrix.flatten(1), self.shift, self.hole, self.hole_side], dim=1)
+
+    @classmethod
+    def unpacked(cls, numbers: Tensor) -> Parameters:
+        """From [G, NUMBERS]."""
+        color, matrix, shift, hole, hole_side = numbers.split((3, 4, 2, 2, 2), dim=1)
+        return cls(color, matrix.unflatten(1, (2, 2)), shift, hole, hole_side)
 
 
 @dataclass(frozen=True)
@@ -95,9 +104,14 @@ class Augment:
         color, cutout, crop = gate("color"), gate("cutout"), gate("crop")
         matrix = _matrix(u[:, 4], u[:, 5:7], u[:, 7], gate("flip"), gate("scale"), gate("rotate"))
         return Parameters(
-            brightness=color * (u[:, 1] - 0.5) * _BRIGHTNESS,
-            saturation=1 + color * (u[:, 2] * _SATURATION - 1),
-            contrast=1 + color * (u[:, 3] + _CONTRAST - 1),
+            color=torch.stack(
+                [
+                    color * (u[:, 1] - 0.5) * _BRIGHTNESS,
+                    1 + color * (u[:, 2] * _SATURATION - 1),
+                    1 + color * (u[:, 3] + _CONTRAST - 1),
+                ],
+                dim=1,
+            ),
             matrix=matrix,
             shift=per_axis(shift) * crop[:, None],
             hole=per_axis(hole),
@@ -135,14 +149,12 @@ def _matrix(mirror: Tensor, scale: Tensor, angle: Tensor, flips: Tensor, scales:
 
 
 def _color(images: Tensor, p: Parameters) -> Tensor:
-    def per_group(value: Tensor) -> Tensor:
-        return value[:, None, None, None, None]
-
-    images = images + per_group(p.brightness)
+    brightness, saturation, contrast = p.color[:, :, None, None, None, None].unbind(1)
+    images = images + brightness
     grey = images.mean(2, keepdim=True)
-    images = (images - grey) * per_group(p.saturation) + grey
+    images = (images - grey) * saturation + grey
     level = images.mean((2, 3, 4), keepdim=True)
-    return (images - level) * per_group(p.contrast) + level
+    return (images - level) * contrast + level
 
 
 def _keep(p: Parameters, h: int, w: int) -> Tensor:

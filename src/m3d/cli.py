@@ -503,7 +503,7 @@ def sweep(
     from m3d.grid.where import Where
     from m3d.sweep import Call, Measured, Sweep, load_options, numbers, values
 
-    load = load_options(val_fraction, final, size, zca)
+    load = load_options(val_fraction, final, size)
     if dry_run and time_limit is not None:
         raise M3DError(f"--time-limit {time_limit}: nothing is run that could be stopped")
     where = Where(on, gpus_per_cell, cpus_per_cell, retries)
@@ -517,6 +517,7 @@ def sweep(
         net=net,
         measured=Measured(eval_net, protocol, epochs, repeats),
         load=load,
+        zca=zca,
         final=final,
         overrides=Overrides(precision=precision, deterministic=deterministic),
     )

@@ -158,11 +158,19 @@ class Repeated:
             self._left -= 1
             self._on_side_stream()
         else:
-            graph = torch.cuda.CUDAGraph()
+            self._graph = self._recorded()  # only now: a recording that failed must not be replayed
+            self._graph.replay()
+
+    def _recorded(self) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        try:
             with torch.cuda.graph(graph, stream=_side_stream()):
                 self._function()
-            self._graph = graph  # only now: a recording that failed must not be replayed
-            graph.replay()
+        except RuntimeError as error:  # ending a failed recording fails too, and would hide why
+            if isinstance(error.__context__, torch.OutOfMemoryError):
+                raise error.__context__ from None
+            raise
+        return graph
 
     def _on_side_stream(self) -> None:
         """Capturing needs a warmed-up side stream: what a library sets up on first use may not be recorded."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from m3d import rng
-from m3d.augment import UNIFORMS, Parameters
+from m3d.augment import NUMBERS, UNIFORMS, Parameters
 from m3d.data.classes import Dataset
 from m3d.method import Method
 from m3d.nets.flat import FlatNet
@@ -55,7 +55,8 @@ class Step(nn.Module):
         self.slot = torch.zeros(1, dtype=torch.long, device=device)
         self.real_index = torch.zeros(BLOCK, classes, matching.batch_real, dtype=torch.long, device=device)
         self.syn_index = torch.zeros(BLOCK, classes, self.subset, dtype=torch.long, device=device)
-        self.uniforms = torch.zeros(BLOCK, classes, UNIFORMS, device=device)
+        self.augmentation = torch.zeros(BLOCK, classes, NUMBERS, device=device)
+        self._draws = (self.real_index, self.syn_index, self.augmentation)
         self.losses = torch.zeros(BLOCK, classes, device=device)
         self.together = self.objective.across_classes or net.mixes_images  # whether classes must go through at once
         self.chunk = classes if self.together else _classes_at_once(data, matching.batch_real)
@@ -81,16 +82,18 @@ class Step(nn.Module):
         first = step - step % BLOCK
         steps = torch.arange(first, first + BLOCK, device=self.lanes.device)
         self.real_index.copy_(self.data.train.deck(self.seed, steps, self.matching.batch_real))
-        self.uniforms.copy_(rng.uniform(self.seed, rng.Purpose.AUGMENT, steps, self.lanes, UNIFORMS))
+        uniforms = rng.uniform(self.seed, rng.Purpose.AUGMENT, steps, self.lanes, UNIFORMS).flatten(0, 1)
+        numbers = self.matching.augment.parameters(uniforms, self.data.shape[1:]).packed()
+        self.augmentation.copy_(numbers.view(self.augmentation.shape))
         if self.subset < self.decoded:
             order = rng.permutation(self.seed, rng.Purpose.SYNTHETIC, steps, self.lanes, self.decoded)
             self.syn_index.copy_(order[..., : self.subset])
         self.slot.fill_(step - first)
 
-    def loss(self, classes: Tensor, real_index: Tensor, syn_index: Tensor, uniforms: Tensor) -> Tensor:
+    def loss(self, classes: Tensor, real_index: Tensor, syn_index: Tensor, augmentation: Tensor) -> Tensor:
         """[c]: the losses of ``classes`` [c], a pure function of their draws, the encoder and the latent pixels."""
         matching, eyes = self.matching, self.pool.eyes()
-        parameters = matching.augment.parameters(uniforms, self.data.shape[1:])
+        parameters = Parameters.unpacked(augmentation)
         goal = self._goal(eyes, classes, real_index, parameters) if eyes.goal is None else eyes.goal
         images = self.synthetic(classes)
         if self.subset < self.decoded:
@@ -114,7 +117,7 @@ class Step(nn.Module):
 
         Classes go through in chunks that fit; their gradients do not overlap, so the sum over chunks is exact.
         """
-        draws = [self.lanes, *(pick(buffer, self.slot) for buffer in (self.real_index, self.syn_index, self.uniforms))]
+        draws = [self.lanes, *(pick(buffer, self.slot) for buffer in self._draws)]
         losses, gradients = [], []
         for part in zip(*(torch.split(d, self.chunk) for d in draws), strict=True):
             losses.append(self._loss(*part))

@@ -62,6 +62,7 @@ class Sweep:
     net: str | None = None  # that images are matched through; None: the method's own
     measured: Measured = field(default_factory=Measured)
     load: tuple[tuple[str, Value], ...] = ()  # how the data are loaded
+    zca: bool = False
     final: bool = False  # on the test data, with all training data
     overrides: Overrides = field(default_factory=Overrides)  # precision and determinism
 
@@ -76,7 +77,7 @@ class Sweep:
         from m3d.nets import make_net
         from m3d.registry import canonical
 
-        data = shelf.get(self.data, self.load)
+        data = shelf.get(self.data, Source(self.data, 1, zca=self.zca, load=self.load).loading)
         make_protocol(self.measured.protocol, epochs=self.measured.epochs)
         make_net(self.measured.net, data.shape, data.classes)
         axes = [[(name, value) for value in values] for name, values in self.options]
@@ -91,7 +92,7 @@ class Sweep:
 
     def _cell(self, setting: Setting, seed: int, data: Dataset) -> Cell:
         name = data.recipe.get("source", self.data)  # a path in full, so that workers find it
-        source = Source(name, setting.ipc, setting.method, setting.options, self.net, seed, self.load,
+        source = Source(name, setting.ipc, setting.method, setting.options, self.net, seed, self.zca, self.load,
                         data.train.fingerprint)  # fmt: skip
         key = f"{short_name(name)}/{setting.ipc}/{setting.variant}/seed{seed}"
         how = self.measured
@@ -123,18 +124,14 @@ def numbers(option: str, text: str, least: int) -> list[int]:
     return found
 
 
-def load_options(val_fraction: float | None, final: bool, size: int | None, zca: bool) -> tuple[tuple[str, Value], ...]:
+def load_options(val_fraction: float | None, final: bool, size: int | None) -> tuple[tuple[str, Value], ...]:
     """How the data of a sweep are loaded: a part held out, except for a final measurement."""
     if final and val_fraction is not None:
-        raise M3DError(
-            f"--val-fraction {val_fraction}: --final condenses all training data and measures on the test data"
-        )
+        raise M3DError(f"--val-fraction {val_fraction}: --final condenses all training data, tests on the test data")
     fraction = 0.1 if val_fraction is None else val_fraction
     if not 0 < fraction < 1:
-        raise M3DError(
-            f"--val-fraction {fraction} is not valid; allowed: between 0 and 1, what settings are measured on"
-        )
-    chosen = {"val_fraction": None if final else fraction, "size": size, "zca": zca or None}
+        raise M3DError(f"--val-fraction {fraction} is not valid; allowed: between 0 and 1, to measure settings on")
+    chosen = {"val_fraction": None if final else fraction, "size": size}
     return tuple((name, value) for name, value in chosen.items() if value is not None)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from m3d import rng
-from m3d.augment import UNIFORMS, Augment
+from m3d.augment import NUMBERS, UNIFORMS, Augment, Parameters
 from m3d.errors import M3DError
 from m3d.nets.flat import FlatNet
 from m3d.normalise import Normalise
@@ -128,7 +128,8 @@ class Trainer:
         block = self.epochs_per_block * self.steps_per_epoch
         self.slot = torch.zeros(1, dtype=torch.long, device=device)
         self.index = torch.zeros(block, repeats, self.batch, dtype=torch.long, device=device)
-        self.uniforms = torch.zeros(block, repeats, self.batch, UNIFORMS, device=device)
+        self._size = (images.pixels.shape[-2], images.pixels.shape[-1])
+        self.augmentation = torch.zeros(block, repeats, self.batch, NUMBERS, device=device)
         self.photo = torch.zeros(block, repeats, self.batch, PHOTO_UNIFORMS if recipe.photo else 0, device=device)
         self.mix = torch.zeros(block, repeats, 4, device=device)
         self.partner = torch.zeros(block, repeats, self.batch, dtype=torch.long, device=device)
@@ -179,9 +180,11 @@ class Trainer:
         steps = torch.arange(epoch * k, (epoch + self.epochs_per_block) * k, device=device)
         usual, more = self.batch * UNIFORMS, self.batch * self.photo.shape[-1]
         draws = rng.uniform(self.seed, rng.Purpose.TRAIN_AUGMENT, steps, self.lanes, usual + more)
-        self.uniforms.copy_(draws[..., :usual].unflatten(-1, (self.batch, UNIFORMS)))
+        uniforms = draws[..., :usual].unflatten(-1, (self.batch, UNIFORMS))
+        uniforms[..., 0] = uniforms[..., :1, 0]  # one choice of operation per network and batch
+        numbers = self.recipe.augment.parameters(uniforms.flatten(0, 2), self._size).packed()
+        self.augmentation.copy_(numbers.view(self.augmentation.shape))
         self.photo.copy_(draws[..., usual:].unflatten(-1, self.photo.shape[-2:]))
-        self.uniforms[..., 0] = self.uniforms[..., :1, 0]  # one choice of operation per network and batch
         self.mix.copy_(rng.uniform(self.seed, rng.Purpose.CUTMIX, steps, self.lanes, 4))
         self.partner.copy_(rng.bits(self.seed, rng.Purpose.PARTNER, steps, self.lanes, self.batch))
 
@@ -211,9 +214,8 @@ class Trainer:
             photo = pick(self.photo, self.slot)[:, :size].flatten(0, 1)
             images = self.recipe.photo(images.flatten(0, 1), photo).view(shape)
         images = self.images.seen(images)
-        augment, u = self.recipe.augment, pick(self.uniforms, self.slot)[:, :size].flatten(0, 1)
-        parameters = augment.parameters(u, (shape[-2], shape[-1]))
-        images = augment.apply(images.flatten(0, 1)[:, None], parameters).view(shape)
+        parameters = Parameters.unpacked(pick(self.augmentation, self.slot)[:, :size].flatten(0, 1))
+        images = self.recipe.augment.apply(images.flatten(0, 1)[:, None], parameters).view(shape)
         labels = self.images.labels[index]
         if self.recipe.cutmix == 0:
             return images, labels, labels, torch.ones(self.repeats, device=images.device)

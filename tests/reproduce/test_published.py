@@ -11,7 +11,7 @@ SIZES = {"moments": (4, 4), "lowres": (15, 12), "imagenet": (6, 8), "cross-arch"
 
 
 def test_every_table_is_whole():
-    assert set(sections()) == set(SIZES)
+    assert set(sections()) == {*SIZES, "methods"}
     for name, (rows, columns) in SIZES.items():
         section = sections()[name]
         assert section["source"] == f"Table {list(SIZES).index(name) + 1}" and section["note"]
@@ -28,7 +28,23 @@ def test_every_entry_has_its_place_in_a_plan():
                     continue
                 assert any(row in [r.key for r in t.rows] and column in [c.label for c in t.columns] for t in tables)
                 placed += 1
-    assert placed == 16 + 165 + 48 + 18 + 8
+    assert placed == 16 + 165 + 48 + 18 + 8 + 26
+
+
+def test_every_method_has_its_own_papers_numbers():
+    """As the tables of the field quote them; where the paper prints one too, it is the same."""
+    values = sections()["methods"]["values"]
+    assert len(values) == 13 and {name for name, _ in values.items()} == {
+        r.key for r in PLANS["methods"].tables[0].rows
+    }
+    again = 0
+    for name, entries in values.items():
+        for ipc in (1, 10):
+            printed = published("lowres", f"cifar10/{ipc}", name)
+            if printed is not None:
+                assert entries[f"IPC {ipc}, own"] == printed.mean, (name, ipc)
+                again += 1
+    assert again == 20
 
 
 def test_dashes():

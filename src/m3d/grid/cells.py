@@ -48,8 +48,14 @@ class Source:
     options: tuple[tuple[str, Value], ...] = ()
     net: str | None = "convnet3"  # None: the method's own
     seed: int = 0
-    load: tuple[tuple[str, Value], ...] = ()  # how the data are loaded: val_fraction, size, zca
+    zca: bool = False  # whether networks see whitened images
+    load: tuple[tuple[str, Value], ...] = ()  # how else the data are loaded: val_fraction, size
     fingerprint: str = ""  # of the training data, where the name does not settle what they are
+
+    @property
+    def loading(self) -> tuple[tuple[str, Value], ...]:
+        """The options its data are loaded with."""
+        return (*self.load, ("zca", True)) if self.zca else self.load
 
     @property
     def steps(self) -> int:

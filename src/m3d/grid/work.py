@@ -107,10 +107,11 @@ class Workshop:
 
     def tested_on(self, cell: Cell) -> Dataset:
         """What a cell's networks are tested on."""
-        return self._shelf.get(cell.data) if cell.data else self._data(cell.sources[0])
+        first = cell.sources[0]
+        return self._shelf.get(cell.data, first.loading) if cell.data else self._data(first)
 
     def _data(self, source: Source) -> Dataset:
-        data = self._shelf.get(source.data, source.load)
+        data = self._shelf.get(source.data, source.loading)
         if source.fingerprint and data.train.fingerprint != source.fingerprint:
             raise M3DError(f"the training data {source.data!r} here are not those that the grid was planned with")
         return data

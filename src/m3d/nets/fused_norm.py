@@ -1,8 +1,10 @@
 """Instance norm, ReLU and 2×2 average pooling as one Triton kernel, forward and backward.
 
 The convolution's output is read once and a quarter of it written; everything in between is float32. Activations are
-[n, h, w, c]; networks trained side by side have their channels side by side, so one launch serves them all. The plain
-PyTorch path of ``m3d.nets.convnet`` computes the same function; tests compare the two.
+[n, h, w, c]; networks trained side by side have their channels side by side, so one launch serves them all. A map that
+does not fit into registers goes through in tiles: read for its mean, for its variance and for the result, the later
+times mostly from the cache. The plain PyTorch path of ``m3d.nets.convnet`` computes the same function; tests compare
+the two.
 """
 
 from __future__ import annotations
@@ -15,13 +17,12 @@ import triton.language as tl
 from torch import Tensor
 
 EPS = 1e-5
-_MOST_POOLED = 256  # pooled pixels of an image that the norm kernel keeps in registers: 32×32 maps and smaller
+_MOST_POOLED = 256  # pooled pixels of an image that are kept in registers at once: 32×32 maps and smaller
 
 
 def norm_fits(height: int, width: int, channels: int) -> bool:
     """Whether ``norm_relu_pool`` takes maps of this size."""
-    pooled = (height // 2) * (width // 2)
-    return height % 2 == 0 and width % 2 == 0 and 0 < pooled <= _MOST_POOLED and channels % 16 == 0
+    return height % 2 == 0 and width % 2 == 0 and height > 0 and width > 0 and channels % 16 == 0
 
 
 @triton.jit
@@ -54,6 +55,54 @@ def _norm_forward(
     total += tl.maximum(c * scale + shift[None, :], 0.0) + tl.maximum(d * scale + shift[None, :], 0.0)
     place = (image * (height // 2) * half + q[:, None]) * channels + channel[None, :]
     tl.store(out_ptr + place, (total * 0.25).to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(mean_ptr + image * channels + channel, mean, mask=channel < channels)
+    tl.store(rstd_ptr + image * channels + channel, rstd, mask=channel < channels)
+
+
+@triton.jit
+def _square(base, tile, half, pooled, width, channels, channel, Q: tl.constexpr):
+    """(four pixels of each of Q squares [Q, BC] in float32, which of them are inside, the squares' numbers [Q])."""
+    q = tile * Q + tl.arange(0, Q)
+    inside = (q < pooled)[:, None] & (channel < channels)[None, :]
+    corner = base + ((q // half) * 2 * width + (q % half) * 2)[:, None] * channels + channel[None, :]
+    a = tl.load(corner, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(corner + channels, mask=inside, other=0.0).to(tl.float32)
+    c = tl.load(corner + width * channels, mask=inside, other=0.0).to(tl.float32)
+    d = tl.load(corner + (width + 1) * channels, mask=inside, other=0.0).to(tl.float32)
+    return a, b, c, d, inside, q
+
+
+@triton.jit
+def _norm_forward_tiled(
+    y_ptr, gain_ptr, shift_ptr, out_ptr, mean_ptr, rstd_ptr,
+    height, width, channels, eps,
+    Q: tl.constexpr, BC: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """``_norm_forward`` for maps of any size, Q squares at a time."""
+    image = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * BC + tl.arange(0, BC)
+    half, pooled, pixels = width // 2, (height // 2) * (width // 2), height * width
+    base = y_ptr + image * pixels * channels
+    total = tl.zeros([Q, BC], tl.float32)
+    for tile in range(TILES):
+        a, b, c, d, _, _ = _square(base, tile, half, pooled, width, channels, channel, Q)
+        total += a + b + c + d
+    mean = tl.sum(total, axis=0) / pixels
+    total = tl.zeros([Q, BC], tl.float32)
+    for tile in range(TILES):
+        a, b, c, d, inside, _ = _square(base, tile, half, pooled, width, channels, channel, Q)
+        a, b, c, d = a - mean[None, :], b - mean[None, :], c - mean[None, :], d - mean[None, :]
+        total += tl.where(inside, a * a + b * b + c * c + d * d, 0.0)
+    rstd = 1.0 / tl.sqrt(tl.sum(total, axis=0) / pixels + eps)
+    gain = tl.load(gain_ptr + channel, mask=channel < channels, other=0.0)
+    shift = tl.load(shift_ptr + channel, mask=channel < channels, other=0.0)
+    scale, level = (gain * rstd)[None, :], (shift - mean * gain * rstd)[None, :]
+    for tile in range(TILES):
+        a, b, c, d, inside, q = _square(base, tile, half, pooled, width, channels, channel, Q)
+        total = tl.maximum(a * scale + level, 0.0) + tl.maximum(b * scale + level, 0.0)
+        total += tl.maximum(c * scale + level, 0.0) + tl.maximum(d * scale + level, 0.0)
+        place = (image * pooled + q[:, None]) * channels + channel[None, :]
+        tl.store(out_ptr + place, (total * 0.25).to(out_ptr.dtype.element_ty), mask=inside)
     tl.store(mean_ptr + image * channels + channel, mean, mask=channel < channels)
     tl.store(rstd_ptr + image * channels + channel, rstd, mask=channel < channels)
 
@@ -109,11 +158,65 @@ def _norm_backward(
     tl.store(low + channels, ((gd - level[None, :] - d * slope[None, :]) * scale[None, :]).to(kind), mask=inside)
 
 
-def _norm_blocks(height: int, width: int, channels: int) -> tuple[int, int, int]:
-    """(pooled pixels rounded up, channels per program, warps): 64 values a thread, so that several programs overlap."""
-    q = triton.next_power_of_2((height // 2) * (width // 2))
+@triton.jit
+def _norm_backward_tiled(
+    grad_ptr, y_ptr, mean_ptr, rstd_ptr, gain_ptr, shift_ptr, out_ptr, dgain_ptr, dshift_ptr,
+    height, width, channels,
+    Q: tl.constexpr, BC: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """``_norm_backward`` for maps of any size: the two sums first, then the gradients."""
+    image = tl.program_id(0).to(tl.int64)
+    channel = tl.program_id(1) * BC + tl.arange(0, BC)
+    known = channel < channels
+    half, pooled = width // 2, (height // 2) * (width // 2)
+    start = image * height * width * channels
+    gain = tl.load(gain_ptr + channel, mask=known, other=0.0)
+    shift = tl.load(shift_ptr + channel, mask=known, other=0.0)
+    mean = tl.load(mean_ptr + image * channels + channel, mask=known, other=0.0)
+    rstd = tl.load(rstd_ptr + image * channels + channel, mask=known, other=0.0)
+    passed, weighed = tl.zeros([Q, BC], tl.float32), tl.zeros([Q, BC], tl.float32)
+    for tile in range(TILES):
+        a, b, c, d, inside, q = _square(y_ptr + start, tile, half, pooled, width, channels, channel, Q)
+        place = (image * pooled + q[:, None]) * channels + channel[None, :]
+        incoming = tl.load(grad_ptr + place, mask=inside, other=0.0).to(tl.float32) * 0.25
+        a, ga = _through_relu(a, mean, rstd, gain, shift, incoming)
+        b, gb = _through_relu(b, mean, rstd, gain, shift, incoming)
+        c, gc = _through_relu(c, mean, rstd, gain, shift, incoming)
+        d, gd = _through_relu(d, mean, rstd, gain, shift, incoming)
+        passed += ga + gb + gc + gd
+        weighed += ga * a + gb * b + gc * c + gd * d
+    dshift, dgain = tl.sum(passed, axis=0), tl.sum(weighed, axis=0)
+    tl.store(dshift_ptr + image * channels + channel, dshift, mask=known)
+    tl.store(dgain_ptr + image * channels + channel, dgain, mask=known)
+    level, slope = (dshift / (height * width))[None, :], (dgain / (height * width))[None, :]
+    scale, kind = (gain * rstd)[None, :], out_ptr.dtype.element_ty
+    for tile in range(TILES):
+        a, b, c, d, inside, q = _square(y_ptr + start, tile, half, pooled, width, channels, channel, Q)
+        place = (image * pooled + q[:, None]) * channels + channel[None, :]
+        incoming = tl.load(grad_ptr + place, mask=inside, other=0.0).to(tl.float32) * 0.25
+        a, ga = _through_relu(a, mean, rstd, gain, shift, incoming)
+        b, gb = _through_relu(b, mean, rstd, gain, shift, incoming)
+        c, gc = _through_relu(c, mean, rstd, gain, shift, incoming)
+        d, gd = _through_relu(d, mean, rstd, gain, shift, incoming)
+        corner = out_ptr + start + ((q // half) * 2 * width + (q % half) * 2)[:, None] * channels + channel[None, :]
+        low = corner + width * channels
+        tl.store(corner, ((ga - level - a * slope) * scale).to(kind), mask=inside)
+        tl.store(corner + channels, ((gb - level - b * slope) * scale).to(kind), mask=inside)
+        tl.store(low, ((gc - level - c * slope) * scale).to(kind), mask=inside)
+        tl.store(low + channels, ((gd - level - d * slope) * scale).to(kind), mask=inside)
+
+
+def _norm_blocks(height: int, width: int, channels: int) -> tuple[bool, dict[str, int]]:
+    """(whether a map is too large for registers, how the kernel is launched).
+
+    64 values a thread, so that several programs overlap; in tiles 32 channels, whose pixels fill a line of the cache.
+    """
+    pooled = (height // 2) * (width // 2)
+    if pooled > _MOST_POOLED:
+        return True, {"Q": 64, "BC": 32, "TILES": triton.cdiv(pooled, 64), "num_warps": 4}
+    q = triton.next_power_of_2(pooled)
     bc = min(triton.next_power_of_2(channels), max(16, 2048 // q), 128)
-    return q, bc, 8 if q * bc >= 4096 else 4
+    return False, {"Q": q, "BC": bc, "num_warps": 8 if q * bc >= 4096 else 4}
 
 
 @torch.library.custom_op("m3d::norm_relu_pool", mutates_args=())
@@ -121,9 +224,10 @@ def _norm_op(y: Tensor, gain: Tensor, shift: Tensor, out_dtype: torch.dtype) -> 
     n, height, width, channels = y.shape
     out = y.new_empty(n, height // 2, width // 2, channels, dtype=out_dtype)
     mean, rstd = (y.new_empty(n, channels, dtype=torch.float32) for _ in range(2))
-    q, bc, warps = _norm_blocks(height, width, channels)
-    _norm_forward[(n, triton.cdiv(channels, bc))](
-        y, gain, shift, out, mean, rstd, height, width, channels, EPS, Q=q, BC=bc, num_warps=warps
+    tiled, blocks = _norm_blocks(height, width, channels)
+    kernel = _norm_forward_tiled if tiled else _norm_forward
+    kernel[(n, triton.cdiv(channels, blocks["BC"]))](
+        y, gain, shift, out, mean, rstd, height, width, channels, EPS, **blocks
     )
     return out, mean, rstd
 
@@ -142,10 +246,11 @@ def _norm_backward_op(
     n, height, width, channels = y.shape
     out = torch.empty_like(y)
     dgain, dshift = torch.empty_like(mean), torch.empty_like(mean)
-    q, bc, warps = _norm_blocks(height, width, channels)
-    _norm_backward[(n, triton.cdiv(channels, bc))](
+    tiled, blocks = _norm_blocks(height, width, channels)
+    kernel = _norm_backward_tiled if tiled else _norm_backward
+    kernel[(n, triton.cdiv(channels, blocks["BC"]))](
         grad.contiguous(), y, mean, rstd, gain, shift, out, dgain, dshift,
-        height, width, channels, Q=q, BC=bc, num_warps=warps,
+        height, width, channels, **blocks,
     )  # fmt: skip
     return out, dgain, dshift
 

@@ -39,7 +39,18 @@ _METHODS = {
     "mtt": 20.0,
 }
 _REAL = {"m3d": 128, "idc": 64, "idc-i": 64}  # real images per class and step; others 256
-_EPOCHS = {"paper": 1000, "dsa": 1000, "dc": 300, "cafe": 600, "whole": 100, "imagenet": 1000, "imagenet100": 600}
+_EPOCHS = {
+    "paper": 1000,
+    "dsa": 1000,
+    "idm": 1000,
+    "mtt": 1000,
+    "datadam": 1800,
+    "dc": 300,
+    "cafe": 600,
+    "whole": 100,
+    "imagenet": 1000,
+    "imagenet100": 600,
+}
 _SELECTION_SECONDS = 30.0  # training the network whose representation herding and k-center choose by; a guess
 
 

@@ -26,7 +26,7 @@ _BASELINES = (
     Baseline("DSA", "dsa", "dsa"),
     Baseline("CAFE", "cafe", "cafe"),
     Baseline("CAFE+DSA", "cafe-dsa", "dsa"),
-    Baseline("IDM", "idm", "dsa"),
+    Baseline("IDM", "idm", "idm"),
 )
 _AS_PRINTED = ("Random", "Herding", "K-Center", "DC", "DSA", "CAFE", "CAFE+DSA", "DM", "IDM")
 
