@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
 from platform import node
@@ -40,9 +40,18 @@ def connected(address: str | None) -> Iterator[Any]:
         import ray
     except ImportError:
         raise M3DError("--on ray needs the package ray: pip install 'm3d[ray]'; or leave --on at local") from None
-    if ray.is_initialized():
-        yield ray
-        return
+    output: Any = _Aside(sys.stdout)
+    with redirect_stdout(output):
+        if ray.is_initialized():
+            yield ray
+            return
+        with _session(ray, address):
+            yield ray
+
+
+@contextmanager
+def _session(ray: Any, address: str | None) -> Iterator[None]:
+    """A connection of our own, closed at the end."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is told to anybody unless the user wants it
     own = {} if address or os.environ.get("RAY_ADDRESS") else {"include_dashboard": False}
     try:
@@ -50,9 +59,23 @@ def connected(address: str | None) -> Iterator[Any]:
     except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
         raise M3DError(f"--on ray: no cluster at {address or 'this machine'}: {error}") from error
     try:
-        yield ray
+        yield
     finally:
         ray.shutdown()
+
+
+class _Aside:
+    """Standard output without what Ray's own threads say of lost workers: that goes to standard error."""
+
+    def __init__(self, stream: Any):
+        self._stream = stream
+
+    def write(self, text: str) -> Any:
+        aside = threading.current_thread().name.startswith("ray_")
+        return (sys.stderr if aside else self._stream).write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 @dataclass(frozen=True)
@@ -196,7 +219,7 @@ class _Crew:
         token = f"{node()} {os.getpid()} {time.time_ns()}"
         (out / _TOKEN).write_text(token)
         environment = {name: os.environ[name] for name in _PASSED if name in os.environ}
-        plugins = tuple(path.resolve() for path in loaded_plugins())
+        plugins = tuple(dict.fromkeys(path.resolve() for path in loaded_plugins()))
         return _Setup(place, job.journal.overrides, job.measures, token, tuple(sys.argv), environment, plugins)
 
     def _hire(self) -> None:
