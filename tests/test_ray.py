@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ import torch
 from m3d.cli import main
 from m3d.errors import Interrupted, M3DError
 from m3d.grid.cells import Cell, Overrides, Source
-from m3d.grid.cluster import _TOKEN, CellWorker, Cluster, _room, _Setup, connected
+from m3d.grid.cluster import _TOKEN, CellWorker, Cluster, _room, _session, _Setup, connected
 from m3d.grid.journal import Journal
 from m3d.grid.runner import Job, Listener, run
 from m3d.grid.work import Place
@@ -176,7 +177,17 @@ def test_reproduce_on_ray(capsys, cluster, tmp_path):
     assert all(there[key]["mmd2"] == here[key]["mmd2"] for key in here)
 
 
-# What follows needs no Ray.
+# What follows needs no cluster.
+
+
+def test_an_address_where_nobody_listens_is_refused_at_once():
+    ray = pytest.importorskip("ray", reason="needs the extra ray")
+    with socket.socket() as held:  # bound and not listening: nobody else gets the port meanwhile
+        held.bind(("127.0.0.1", 0))
+        where = f"127.0.0.1:{held.getsockname()[1]}"
+        connecting = _session(ray, where)
+        with pytest.raises(M3DError, match=f"nobody listens at {where}"):
+            connecting.__enter__()
 
 
 def nodes(*resources: dict) -> SimpleNamespace:

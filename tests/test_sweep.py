@@ -105,6 +105,7 @@ def test_the_test_data_are_touched_by_final_only(capsys, tiny_file, tmp_path, mo
         (["--time-limit", "5", "--dry-run"], "nothing is run"),
         (["--precision", "fp23"], "Did you mean 'fp32'?"),
         (["--device", "gpu"], "unknown device 'gpu'"),
+        (["--checkpoint-seconds", "0"], "--checkpoint-seconds 0.0 is not valid"),
         (["--on", "rey"], "Did you mean 'ray'?"),
         (["--on", "ray:"], "an address must follow"),
         (["--retries", "2"], "only --on ray"),
@@ -178,6 +179,22 @@ def test_size_and_whitening_reach_the_data(capsys, tiny_file, tmp_path):
     assert whitened["data"]["transform"] and "transform" not in plain["data"] and whitened["set"] != plain["set"]
     folders = [m3d.CondensedSet.load(f) for f in tmp_path.glob("runs/*")]
     assert sorted(f.images.shape[-1] for f in folders) == [8, 12]
+
+
+def test_precision_determinism_and_several_methods(capsys, tiny_file, tmp_path):
+    grid = ["--method", "random,dm", "--set", "factor=1", "--precision", "bf16", "--deterministic", "--dry-run"]
+    code, out, _ = call(capsys, "sweep", tiny_file, *grid, "--out", tmp_path)
+    assert code == 0 and "2 of 2 cells to run" in out, out
+    call(capsys, "sweep", tiny_file, "--method", "random", *grid[4:7], *QUICK, "--out", tmp_path)
+    call(capsys, "sweep", tiny_file, "--method", "random", *QUICK, "--out", tmp_path)
+    low, plain = lines(tmp_path / "sweep.jsonl")
+    assert low["precision"] == "bf16" and low["deterministic"] and low["digest"] != plain["digest"]
+    assert plain["precision"] == "fp32" and not plain["deterministic"]
+
+
+def test_the_data_root_reaches_the_loader(capsys, tmp_path):
+    code, _, err = call(capsys, "sweep", "imagenet10", "--data-root", tmp_path / "nowhere", "--out", tmp_path / "out")
+    assert code == 2 and str(tmp_path / "nowhere") in err
 
 
 def test_values_and_numbers():

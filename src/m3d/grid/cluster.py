@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import socket
 import sys
 import threading
 import time
@@ -27,6 +28,7 @@ from m3d.grid.work import Measure, Place, Watch, Workshop
 from m3d.registry import load_plugin, loaded_plugins
 from m3d.runtime import stop_when
 
+_CONNECT_SECONDS = 5.0
 _LOOK_SECONDS = 0.5
 _STOP_SECONDS = 120.0  # what workers are given to write their checkpoints when the work is to stop
 _TOKEN = ".shared"  # a file of the output folder by which a worker knows that it sees the driver's
@@ -52,16 +54,30 @@ def connected(address: str | None) -> Iterator[Any]:
 @contextmanager
 def _session(ray: Any, address: str | None) -> Iterator[None]:
     """A connection of our own, closed at the end."""
+    if address is not None:
+        _require_listening(address)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is told to anybody unless the user wants it
     own = {} if address or os.environ.get("RAY_ADDRESS") else {"include_dashboard": False}
     try:
         ray.init(address=address, log_to_driver=False, logging_level="ERROR", **own)
     except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
-        raise M3DError(f"--on ray: no cluster at {address or 'this machine'}: {error}") from error
+        raise M3DError(f"--on ray: no connection to {address or 'a cluster on this machine'}: {error}; one that asks "
+                       f"for a token needs RAY_AUTH_MODE and RAY_AUTH_TOKEN in the environment") from error  # fmt: skip
     try:
         yield
     finally:
         ray.shutdown()
+
+
+def _require_listening(address: str) -> None:
+    """Raise at once where nobody listens: Ray itself keeps trying for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not port.isdecimal():
+        return  # auto, or a name that Ray resolves itself
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise M3DError(f"--on ray: nobody listens at {address}: {error}") from error
 
 
 class _Aside:

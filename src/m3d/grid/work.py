@@ -35,6 +35,10 @@ class Place:
     device: str = "auto"
     checkpoint_seconds: float = 60.0
 
+    def __post_init__(self) -> None:
+        if not self.checkpoint_seconds > 0:
+            raise M3DError(f"--checkpoint-seconds {self.checkpoint_seconds} is not valid; allowed: a positive number")
+
 
 @dataclass(frozen=True)
 class Watch:
