@@ -59,6 +59,9 @@ ALLOWED = {
     "m3d.step": {
         "m3d.augment", "m3d.data", "m3d.method", "m3d.nets", "m3d.players", "m3d.pools", "m3d.runtime", "m3d.synth",
     },
+    "m3d.grid": {
+        "m3d.api", "m3d.data", "m3d.engine", "m3d.evaluation", "m3d.files", "m3d.runtime", "m3d.store", "m3d.terminal",
+    },
     "m3d.engine": {"m3d.data", "m3d.method", "m3d.nets", "m3d.runtime", "m3d.step", "m3d.store"},
 }  # fmt: skip
 USE_METHODS = {"m3d", "m3d.api", "m3d.listing", "m3d.methods"}

@@ -196,6 +196,22 @@ def _prepare(request: Mapping[str, Any], data: Dataset) -> _Prepared:
     return prepared
 
 
+def check(
+    data: Dataset,
+    ipc: int,
+    method: str,
+    *,
+    net: str | None = None,
+    device: str = "auto",
+    precision: str = "auto",
+    **options: Any,
+) -> dict[str, object]:
+    """Every option of the method with its value, or the error that :func:`condense` would raise before any work."""
+    request: dict[str, Any] = {"ipc": ipc, "method": canonical(method), "options": options, "net": net}
+    request |= {"device": device, "precision": precision, "deterministic": False, "step_mode": "auto"}
+    return _prepare({**request, "checkpoint_seconds": 60.0, "eval_every": 0}, data).options
+
+
 def evaluate(
     run: str | Path | CondensedSet,
     data: str | Path | Dataset | None = None,

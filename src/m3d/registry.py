@@ -19,6 +19,7 @@ from typing import Any, Generic, TypeVar
 
 from m3d.errors import M3DError, unknown
 
+_plugins: list[Path] = []  # in the order in which they were loaded
 T = TypeVar("T")
 B = TypeVar("B", bound=Callable[..., Any])
 
@@ -183,3 +184,9 @@ def load_plugin(path: str | Path) -> None:
     if spec is None or spec.loader is None:
         raise M3DError(f"plugin {str(file)!r} is not a Python file; allowed: a .py file")
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    _plugins.append(file)
+
+
+def loaded_plugins() -> tuple[Path, ...]:
+    """The plugins of this process, which another process that does its work must load too."""
+    return tuple(_plugins)

@@ -210,13 +210,26 @@ def time_limit(seconds: float | None) -> Iterator[None]:
         _deadline.reset(token)
 
 
+_asker: ContextVar[threading.Event | None] = ContextVar("asker", default=None)
+
+
+@contextmanager
+def stop_when(asked: threading.Event) -> Iterator[None]:
+    """What stops politely stops when ``asked`` is set: for work that another process may ask to stop."""
+    token = _asker.set(asked)
+    try:
+        yield
+    finally:
+        _asker.reset(token)
+
+
 @contextmanager
 def stop_politely() -> Iterator[threading.Event]:
     """Turn the first Ctrl-C or SIGTERM into a request to stop after the current step; a second one is immediate.
 
-    The end of a :func:`time_limit` is such a request too.
+    The end of a :func:`time_limit` is such a request too, and so is the event of :func:`stop_when`.
     """
-    asked = threading.Event()
+    asked = _asker.get() or threading.Event()
     deadline = _deadline.get()
     if deadline is None:
         with _signals_ask(asked):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -100,3 +100,25 @@ def epoch_bar(quiet: bool) -> Iterator[Callable[[int, int], None] | None]:
         yield None
         return
     yield lambda epoch, epochs: typer.echo(f"epoch {epoch} of {epochs}", err=True)
+
+
+@contextmanager
+def status_line(quiet: bool) -> Iterator[Callable[[Mapping[str, str]], None]]:
+    """One line on a terminal that says what the cells at work are at; nothing where nobody watches."""
+    if quiet or not sys.stderr.isatty():
+        yield lambda states: None
+        return
+    from rich.console import Console
+    from rich.markup import escape
+
+    with Console(stderr=True).status("") as line:
+        yield lambda states: line.update(escape("; ".join(f"{k}: {v}" for k, v in states.items()) or "workers start"))
+
+
+def duration(seconds: float) -> str:
+    """Seconds as a person says them."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    if seconds < 5400:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from m3d.reproduce.cells import FACTS, WHOLE, Cell, Column, Facts, Plan, Row, Source, Table
+from m3d.grid.cells import WHOLE, Cell, Source
+from m3d.reproduce.cells import FACTS, Column, Facts, Plan, Row, Table
 from m3d.reproduce.plans import PLANS
 
 NET = "convnet2:width=8"

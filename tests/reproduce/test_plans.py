@@ -11,8 +11,9 @@ import pytest
 
 from m3d.cli import main
 from m3d.errors import M3DError
+from m3d.grid.cells import STEPS, Cell, Overrides, Source, cell_digest, set_digest
 from m3d.methods import METHODS, Task
-from m3d.reproduce.cells import FACTS, STEPS, Cell, Overrides, Source, cell_digest, imagenet_epochs, select, set_digest
+from m3d.reproduce.cells import FACTS, imagenet_epochs, select
 from m3d.reproduce.cost import EVALUATION_SECONDS, START_SECONDS, STEP_BYTES, estimate
 from m3d.reproduce.plans import ALIASES, PLANS, find
 
@@ -105,7 +106,7 @@ def test_every_plan_runs_dry(capsys, tmp_path, name):
 
 def test_a_dry_run_does_not_load_torch(tmp_path):
     code = (
-        "import sys; from m3d.reproduce.cells import Overrides; from m3d.reproduce.command import Request\n"
+        "import sys; from m3d.grid.cells import Overrides; from m3d.reproduce.command import Request\n"
         f"Request('lowres', None, __import__('pathlib').Path({str(tmp_path)!r}), Overrides()).plan()\n"
         "assert 'torch' not in sys.modules and 'matplotlib' not in sys.modules"
     )

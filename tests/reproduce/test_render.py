@@ -17,13 +17,14 @@ import torch
 from PIL import Image
 
 from m3d.errors import M3DError
-from m3d.reproduce.cells import FACTS, Cell, Overrides, Plan
+from m3d.grid.cells import Cell, Overrides
+from m3d.reproduce.cells import FACTS, Plan
 from m3d.reproduce.figures import WIDTH
+from m3d.reproduce.measures import picture
 from m3d.reproduce.plans import PLANS
 from m3d.reproduce.records import Records
 from m3d.reproduce.render import render
 from m3d.reproduce.toy import compare
-from m3d.reproduce.work import picture
 from m3d.store import CondensedSet
 
 FIGURES = {"steps": [""], "ipm": [""], "kernel": [""], "motivation": [""]}
@@ -75,7 +76,7 @@ def filled(plan: Plan, out: Path, overrides: Overrides | None = None) -> Records
     records = Records(out, plan, overrides or Overrides())
     for cell in plan.cells:
         if records.of(cell) is None:
-            records.add(cell, invented(cell))
+            records.journal.add(cell, invented(cell))
     return records
 
 
@@ -147,7 +148,7 @@ def test_latex_is_balanced_and_escaped(everything):
 def test_what_is_not_run_shows_the_published_value_alone(tmp_path):
     plan = PLANS["compat"]
     records = Records(tmp_path, plan, Overrides())
-    records.add(plan.cells[0], invented(plan.cells[0]))
+    records.journal.add(plan.cells[0], invented(plan.cells[0]))
     render(records)
     text = (tmp_path / "compat.md").read_text()
     assert "| –, 54.7 |" in text and "1 of 8 cells are finished" in text
@@ -171,7 +172,7 @@ def test_figures_with_some_cells_missing(tmp_path):
         plan = PLANS[name]
         records = Records(tmp_path, plan, Overrides())
         for cell in plan.cells[:keep]:
-            records.add(cell, invented(cell))
+            records.journal.add(cell, invented(cell))
         assert all(file.stat().st_size > 100 for file in render(records))
 
 

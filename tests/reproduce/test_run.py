@@ -18,11 +18,14 @@ from small import know_small_plans
 import m3d
 from m3d.cli import main
 from m3d.errors import Interrupted, M3DError
-from m3d.reproduce.cells import FACTS, Cell, Overrides, Source
+from m3d.grid.cells import Cell, Overrides, Source
+from m3d.grid.journal import lock
+from m3d.grid.runner import Listener
+from m3d.grid.work import Place, Watch, Workshop, together
+from m3d.reproduce.cells import FACTS
 from m3d.reproduce.plans import PLANS
-from m3d.reproduce.records import Records, lock
-from m3d.reproduce.runner import Listener, run
-from m3d.reproduce.work import Place, Watch, Workshop, together
+from m3d.reproduce.records import Records
+from m3d.reproduce.runner import run
 from m3d.store import CondensedSet, RunFolder
 
 SCRIPT = Path(__file__).parent / "small.py"
@@ -206,7 +209,7 @@ def test_a_failing_cell_does_not_stop_the_others(capsys, fast, tmp_path):
 
 def test_two_processes_do_not_share_a_folder(fast, tmp_path):
     plan, overrides, _ = fast
-    with lock(tmp_path), pytest.raises(M3DError, match="another m3d reproduce is at work"):
+    with lock(tmp_path), pytest.raises(M3DError, match="another m3d is at work"):
         run(plan, plan.cells, Place(tmp_path), overrides)
 
 

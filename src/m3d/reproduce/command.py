@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import typer
 
 from m3d.errors import Interrupted, M3DError, unknown
-from m3d.reproduce.cells import RUNS, Cell, Overrides, Plan, select
+from m3d.grid.cells import RUNS, Cell, Overrides
+from m3d.grid.journal import Record
+from m3d.grid.telling import Telling, check_time_limit
+from m3d.grid.where import Where
+from m3d.reproduce.cells import Plan, select
 from m3d.reproduce.plans import find
 from m3d.reproduce.published import published
-from m3d.reproduce.records import Record, Records, read
-from m3d.terminal import epoch_bar, progress_bar
+from m3d.reproduce.records import Records, read
+from m3d.terminal import duration
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,7 @@ class Request:
     out: Path
     overrides: Overrides
     as_json: bool = False
+    where: Where = field(default_factory=Where)
 
     def plan(self) -> None:
         """Print what would be done."""
@@ -69,37 +74,37 @@ class Request:
         self, data_root: Path | None, device: str, checkpoint_seconds: float, seconds: float | None, again: bool
     ) -> None:
         """Make the missing cells, then show what there is; one failed cell does not stop the others."""
-        if seconds is not None and not seconds > 0:
-            raise M3DError(f"--time-limit {seconds} is not valid; allowed: a positive number of seconds")
-        from m3d.reproduce.render import render
-        from m3d.reproduce.runner import Listener, run
-        from m3d.reproduce.work import Place, Watch
+        check_time_limit(seconds)
+        from m3d.grid.work import Place
 
         chosen = self._chosen()
         place = Place(self.out, data_root, device, checkpoint_seconds)
         ends = None if seconds is None else time.monotonic() + seconds
         failures: list[tuple[Cell, M3DError]] = []
-        for plan, cells in chosen:
-            listener = Listener(self._begin, self._done(plan), self._failed)
-            try:
-                with progress_bar(self.as_json) as bar, epoch_bar(self.as_json) as epochs:
-                    watch = Watch(bar, epochs)
-                    left = None if ends is None else ends - time.monotonic()
-                    settings: dict[str, Any] = {"again": again, "seconds": left, "listener": listener, "watch": watch}
-                    summary = run(plan, cells, place, self.overrides, **settings)
-            except Interrupted as stop:
-                self._render_if_any(plan)
-                typer.echo(f"m3d: {plan.name}: {stop}; the same command goes on from here", err=True)
-                raise typer.Exit(130) from None
-            failures += summary.failed
-            if summary.skipped and not self.as_json:
-                typer.echo(f"{plan.name}: {summary.skipped} of {len(cells)} cells were finished before")
-            records = Records(self.out, plan, self.overrides)
-            if any(records.of(cell) for cell in plan.cells):
-                self._say_files(render(records))
+        with self.where.hands(device) as hands:
+            for plan, cells in chosen:
+                left = None if ends is None else ends - time.monotonic()
+                failures += self._make(plan, cells, place, again=again, seconds=left, hands=hands)
         if failures:
             cell, error = failures[0]
             raise M3DError(f"{len(failures)} cells failed; {cell.key}: {error}")
+
+    def _make(self, plan: Plan, cells: list[Cell], place: Any, **settings: Any) -> list[tuple[Cell, M3DError]]:
+        """Make a plan's missing cells and show it; returns those that failed."""
+        from m3d.reproduce.runner import run
+
+        telling = Telling(lambda cell, record: headline(plan, cell, record), self.as_json)
+        try:
+            with telling.watched() as (listener, watch):
+                summary = run(plan, cells, place, self.overrides, listener=listener, watch=watch, **settings)
+        except Interrupted as stop:
+            self._render_if_any(plan)
+            typer.echo(f"m3d: {plan.name}: {stop}; the same command goes on from here", err=True)
+            raise typer.Exit(130) from None
+        if summary.skipped and not self.as_json:
+            typer.echo(f"{plan.name}: {summary.skipped} of {len(cells)} cells were finished before")
+        self._say_files(self._render_if_any(plan))
+        return summary.failed
 
     def _chosen(self) -> list[tuple[Plan, list[Cell]]]:
         """The plans asked for, each with the cells asked for."""
@@ -113,29 +118,14 @@ class Request:
             raise unknown("cell", str(self.cell), keys)
         return kept
 
-    def _begin(self, number: int, of: int, cell: Cell, left: float) -> None:
-        if not self.as_json:
-            typer.echo(f"[{number} of {of}] {cell.key}: about {duration(left)} left", err=True)
-
-    def _done(self, plan: Plan) -> Any:
-        def done(cell: Cell, record: Record) -> None:
-            shown = {k: v for k, v in record.items() if k != "picture"}
-            typer.echo(json.dumps(shown) if self.as_json else f"{cell.key}: {headline(plan, cell, record)}")
-
-        return done
-
-    def _failed(self, cell: Cell, error: M3DError) -> None:
-        typer.echo("m3d: " + " ".join(f"{cell.key}: {error}".split()), err=True)
-
-    def _render_if_any(self, plan: Plan) -> None:
+    def _render_if_any(self, plan: Plan) -> list[Path]:
         from m3d.reproduce.render import render
 
         records = Records(self.out, plan, self.overrides)
-        if any(records.of(cell) for cell in plan.cells):
-            render(records)
+        return render(records) if any(records.of(cell) for cell in plan.cells) else []
 
     def _say_files(self, files: list[Path]) -> None:
-        if not self.as_json:
+        if files and not self.as_json:
             typer.echo(" ".join(map(str, files)))
 
 
@@ -159,12 +149,3 @@ def headline(plan: Plan, cell: Cell, record: Record) -> str:
         return text
     paper = f"{theirs.mean:g}" + ("" if theirs.sd is None else f" ± {theirs.sd:g}")
     return f"{text}; published {paper} ({theirs.source}), difference {place.mean - theirs.mean:+.2f}"
-
-
-def duration(seconds: float) -> str:
-    """Seconds as a person says them."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    if seconds < 5400:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.1f} h"

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from m3d.reproduce.cells import FACTS, WHOLE, Cell, Facts, Overrides, Source, set_name
+from m3d.grid.cells import WHOLE, Cell, Overrides, Source, set_name
+from m3d.reproduce.cells import FACTS, Facts
 
 STEP_SECONDS = 1.5e-3
 STEP_BYTES = 0.76 * 2**30
@@ -89,7 +90,7 @@ def condensing(source: Source) -> Estimate:
         return Estimate(5.0 if source.method == "random" else _SELECTION_SECONDS, held)
     real = _REAL.get(source.method, 256)
     synthetic = min(200, source.ipc * factor(source) ** 2)
-    work = facts.classes * (real + 3 * synthetic) * _pixels(facts) * _net(source.net) / _STEP_WORK
+    work = facts.classes * (real + 3 * synthetic) * _pixels(facts) * _net(source.net or "") / _STEP_WORK
     multiple = _METHODS.get(source.method, 1.0)
     seconds = START_SECONDS + source.steps * STEP_SECONDS * max(work, _LEAST) * multiple
     return Estimate(seconds, held + STEP_BYTES * work)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from m3d.reproduce.cells import FACTS, LOW, Cell, Column, Plan, Row, Source, Table, Value, one_set
+from m3d.grid.cells import Cell, Source, Value
+from m3d.reproduce.cells import FACTS, LOW, Column, Plan, Row, Table, one_set
 
 
 def motivation() -> Plan:

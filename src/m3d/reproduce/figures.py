@@ -13,8 +13,10 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from PIL import Image
 
-from m3d.reproduce.cells import FACTS, Cell
-from m3d.reproduce.records import Place, Record, Records
+from m3d.grid.cells import Cell
+from m3d.grid.journal import Record
+from m3d.reproduce.cells import FACTS
+from m3d.reproduce.records import Place, Records
 
 WIDTH = 3.3  # inches
 _FONT = 7

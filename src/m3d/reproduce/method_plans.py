@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from m3d.reproduce.cells import Cell, Column, Plan, Row, Source, Table, Value
+from m3d.grid.cells import Cell, Source, Value
+from m3d.reproduce.cells import Column, Plan, Row, Table
 
 Options = tuple[tuple[str, Value], ...]
 

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 
-from m3d.errors import M3DError
-from m3d.reproduce.cells import Cell, Overrides, Plan, cell_digest
-
-Record = Mapping[str, Any]
+from m3d.grid.cells import Cell, Overrides
+from m3d.grid.journal import Journal, Record
+from m3d.reproduce.cells import Plan
 
 
 @dataclass(frozen=True)
@@ -34,46 +30,15 @@ class Records:
     def __init__(self, out: Path, plan: Plan, overrides: Overrides):
         self.plan, self.overrides = plan, overrides
         self.folder = out / overrides.folder if overrides.folder else out
-        self.file = self.folder / f"{plan.name}.jsonl"
-        self._by_digest = {record["digest"]: record for record in self._read()}
+        self.journal = Journal(self.folder / f"{plan.name}.jsonl", plan.name, overrides)
 
-    def _read(self) -> list[dict[str, Any]]:
-        if not self.file.exists():
-            return []
-        try:
-            found = [json.loads(line) for line in self.file.read_text(encoding="utf-8").splitlines()]
-        except (OSError, ValueError) as error:
-            raise M3DError(f"{str(self.file)!r} is damaged: {error}") from error
-        if not all(isinstance(record, dict) and "digest" in record for record in found):
-            raise M3DError(f"{str(self.file)!r} holds a line that is no record of a cell")
-        return found
+    @property
+    def file(self) -> Path:
+        return self.journal.file
 
     def of(self, cell: Cell) -> Record | None:
         """The record of a finished cell; None for one that is not."""
-        return self._by_digest.get(cell_digest(cell, self.overrides))
-
-    def add(self, cell: Cell, record: Mapping[str, Any]) -> dict[str, Any]:
-        """Write a cell's record down, with what identifies it."""
-        from m3d.files import append_line  # brings PyTorch, which reading and planning do without
-
-        digest = cell_digest(cell, self.overrides)
-        identity = {"plan": self.plan.name, "cell": cell.key, "digest": digest, "overrides": self.overrides.given()}
-        whole = {**identity, **record}
-        append_line(self.file, whole)
-        self._by_digest[digest] = whole
-        return whole
-
-    def forget(self, cells: Sequence[Cell]) -> None:
-        """Drop the records of ``cells``, so that they are made again."""
-        from m3d.files import write_bytes
-
-        dropped = {cell_digest(cell, self.overrides) for cell in cells} & set(self._by_digest)
-        if not dropped:
-            return
-        kept = [record for record in self._read() if record["digest"] not in dropped]
-        write_bytes(self.file, "".join(json.dumps(record) + "\n" for record in kept).encode())
-        for digest in dropped:
-            del self._by_digest[digest]
+        return self.journal.of(cell)
 
     def cells_at(self, row: str, column: str) -> list[Cell]:
         return [c for c in self.plan.cells if c.column == column and fnmatchcase(row, c.row)]
@@ -134,20 +99,3 @@ _READERS: dict[str, Callable[[Record, str], Place | None]] = {
     "seen by": lambda record, which: Place(record["seen"][which]),
     "fingerprint": _fingerprint,
 }
-
-
-@contextmanager
-def lock(folder: Path) -> Iterator[None]:
-    """Refuse to work where another process is at work; where the system has no such locks, nothing is checked."""
-    try:
-        import fcntl
-    except ImportError:
-        yield
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system lets go of it when the process ends
-        except OSError as error:
-            raise M3DError(f"another m3d reproduce is at work in {str(folder)!r}; give another --out") from error
-        yield

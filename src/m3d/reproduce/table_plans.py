@@ -4,21 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from m3d.reproduce.cells import (
-    FACTS,
-    LOW,
-    NO_FACTOR,
-    WHOLE,
-    Cell,
-    Column,
-    Plan,
-    Row,
-    Source,
-    Table,
-    Value,
-    imagenet_epochs,
-    one_set,
-)
+from m3d.grid.cells import WHOLE, Cell, Source, Value
+from m3d.reproduce.cells import FACTS, LOW, NO_FACTOR, Column, Plan, Row, Table, imagenet_epochs, one_set
 
 
 class Baseline(NamedTuple):

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import base64
 import gc
-import io
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from PIL import Image
-from torch import Tensor
 
 from m3d import api
 from m3d.data import Dataset, load_data
 from m3d.engine import Progress
-from m3d.errors import Interrupted
+from m3d.errors import Interrupted, M3DError
 from m3d.evaluation import Protocol, evaluate, evaluate_whole, make_protocol
-from m3d.reproduce import toy
-from m3d.reproduce.cells import RUNS, WHOLE, Cell, Overrides, Source, cell_digest, set_name
-from m3d.reproduce.moments import moment_distances
+from m3d.grid.cells import RUNS, WHOLE, Cell, Overrides, Source, Value, cell_digest, folders, set_name
 from m3d.runtime import Runtime
 from m3d.store import CondensedSet, RunFolder
 
@@ -31,8 +24,6 @@ _KEPT = (  # of a set's manifest
     "method", "options", "ipc", "factor", "net", "seed", "steps", "seconds", "peak_memory", "loss", "created",
     "device", "precision", "deterministic", "torch", "python", "m3d", "commit", "command",
 )  # fmt: skip
-_PICTURE = (4, 2)  # rows and columns of images in a picture
-_PICTURE_SIDE = 120  # pixels of an image in a picture, at most
 
 
 @dataclass(frozen=True)
@@ -44,6 +35,10 @@ class Place:
     device: str = "auto"
     checkpoint_seconds: float = 60.0
 
+    def __post_init__(self) -> None:
+        if not self.checkpoint_seconds > 0:
+            raise M3DError(f"--checkpoint-seconds {self.checkpoint_seconds} is not valid; allowed: a positive number")
+
 
 @dataclass(frozen=True)
 class Watch:
@@ -54,21 +49,51 @@ class Watch:
     stopping: Callable[[], bool] = lambda: False
 
 
-class Workshop:
-    """Makes cells. A set that another cell or an earlier call made is taken as it is, a half-made one is finished."""
+class Shelf:
+    """The dataset used last: a whole table's would not fit into memory."""
 
-    def __init__(self, place: Place, overrides: Overrides, watch: Watch):
-        self.place, self.overrides, self.watch = place, overrides, watch
+    def __init__(self, data_root: Path | None = None):
+        self._root = data_root
+        self._keys: set[tuple[str, tuple[tuple[str, Value], ...]]] = set()  # what it may be asked for by
+        self._data: Dataset | None = None
+
+    def get(self, name: str, load: tuple[tuple[str, Value], ...] = ()) -> Dataset:
+        """A dataset, loaded once for as long as no other is needed."""
+        if self._data is None or (name, load) not in self._keys:
+            self._data = None  # before the next is loaded, not after
+            options: dict[str, Any] = dict(load)
+            self._data = load_data(name, data_root=self._root, **options)
+            self._keys = {(name, load), (str(self._data.recipe["source"]), load)}  # as typed, and in full
+        return self._data
+
+
+Measure = Callable[["Workshop", Cell, CondensedSet | None], Any]
+
+
+class Workshop:
+    """Makes cells. A set that another cell or an earlier call made is taken as it is, a half-made one is finished.
+
+    ``measures`` are what can be measured beside accuracies, by name.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        overrides: Overrides,
+        watch: Watch,
+        measures: Mapping[str, Measure] | None = None,
+        shelf: Shelf | None = None,
+    ):
+        self.place, self.overrides, self.watch, self.measures = place, overrides, watch, measures or {}
         self.runtime = Runtime.choose(place.device, overrides.precision, overrides.deterministic)
-        # The last one alone: a whole table's would not fit into memory.
-        self._data: tuple[tuple[str, bool], Dataset] | None = None
+        self._shelf = shelf or Shelf(place.data_root)
 
     def make(self, cell: Cell) -> dict[str, Any]:
         """The record of a cell."""
         if cell.pair:
-            return {**toy.compare(cell.pair), **self.runtime.describe()}
+            return {**self.measures["pair"](self, cell, None), **self.runtime.describe()}
         if cell.sources[0].method == WHOLE:
-            return self._accuracy(cell, None, self._folder(cell.sources[0]))
+            return self._accuracy(cell, None)
         parts = [self.condensed(source) for source in cell.sources]
         whole = parts[0] if len(parts) == 1 else together(parts, cell.tested_on)
         record: dict[str, Any] = {
@@ -78,32 +103,29 @@ class Workshop:
             **self.runtime.describe(),
         }
         if "accuracy" in cell.measures:
-            record |= self._accuracy(cell, whole, self._evaluation_folder(cell))
-        if "moments" in cell.measures:
-            record["moments"] = moment_distances(whole, self.data(cell.tested_on), cell.sources[0].net, self.runtime)
-        if "picture" in cell.measures:
-            record["picture"] = picture(whole)
+            record |= self._accuracy(cell, whole)
+        for name in cell.measures:
+            if name != "accuracy":
+                record[name] = self.measures[name](self, cell, whole)
         return record
 
-    def forget(self, cell: Cell) -> None:
-        """Remove the sets of a cell and their results, so that they are made again."""
-        for folder in (*map(self._folder, cell.sources), self._evaluation_folder(cell) if cell.sources else None):
-            if folder is not None:
-                shutil.rmtree(folder.path, ignore_errors=True)
+    def tested_on(self, cell: Cell) -> Dataset:
+        """What a cell's networks are tested on."""
+        first = cell.sources[0]
+        return self._shelf.get(cell.data, first.loading) if cell.data else self._data(first)
 
-    def data(self, name: str, zca: bool = False) -> Dataset:
-        """A dataset, loaded once for as long as no other is needed."""
-        if self._data is None or self._data[0] != (name, zca):
-            self._data = None  # before the next is loaded, not after
-            self._data = ((name, zca), load_data(name, data_root=self.place.data_root, zca=zca))
-        return self._data[1]
+    def _data(self, source: Source) -> Dataset:
+        data = self._shelf.get(source.data, source.loading)
+        if source.fingerprint and data.train.fingerprint != source.fingerprint:
+            raise M3DError(f"the training data {source.data!r} here are not those that the grid was planned with")
+        return data
 
     def condensed(self, source: Source) -> CondensedSet:
         """The set that ``source`` describes: kept from before, finished, or made."""
         folder, source = self._folder(source), self.overrides.source(source)
         if folder.finished:
             return CondensedSet.load(folder.path).hard()  # the paper's labels, whatever was added to the set since
-        data = self.data(source.data, source.zca)
+        data = self._data(source)
         options: dict[str, Any] = dict(source.options)
         self._begin()
         if (folder / RunFolder.RUN).exists():
@@ -136,24 +158,20 @@ class Workshop:
     def _folder(self, source: Source) -> RunFolder:
         return RunFolder(self.place.out / RUNS / set_name(source, self.overrides))
 
-    def _evaluation_folder(self, cell: Cell) -> RunFolder:
-        if len(cell.sources) == 1:
-            return self._folder(cell.sources[0])
-        digest = cell_digest(cell, self.overrides)
-        return RunFolder(self.place.out / RUNS / f"{cell.tested_on}-{cell.sources[0].method}-together-{digest}")
-
-    def _accuracy(self, cell: Cell, condensed: CondensedSet | None, folder: RunFolder) -> dict[str, Any]:
+    def _accuracy(self, cell: Cell, condensed: CondensedSet | None) -> dict[str, Any]:
         """The record of training and testing the cell's networks; one made for another plan serves as well."""
+        folder = RunFolder(self.place.out / RUNS / folders(cell, self.overrides)[-1])
         digest = cell_digest(replace(cell, measures=("accuracy",)), self.overrides)
         known = [r for r in folder.results() if r.get("evaluation") == digest]
         if known:
             return known[-1]
-        data = self.data(cell.tested_on, cell.zca)
+        data = self.tested_on(cell)
         self._begin()
         settings: dict[str, Any] = {
             "net": cell.net,
             "protocol": self._protocol(cell),
             "repeats": self.overrides.repeats_of(cell),
+            "split": cell.split,
             "runtime": self.runtime,
             "report": self.watch.epochs,
             "folder": folder,
@@ -170,6 +188,13 @@ class Workshop:
         if most is None or usual.recipe.epochs <= most:
             return usual
         return make_protocol(cell.protocol, epochs=most)
+
+
+def forget(cells: Sequence[Cell], out: Path, overrides: Overrides) -> None:
+    """Remove the sets of ``cells`` and their results, so that they are made again."""
+    for cell in cells:
+        for name in folders(cell, overrides):
+            shutil.rmtree(out / RUNS / name, ignore_errors=True)
 
 
 def together(parts: Sequence[CondensedSet], name: str) -> CondensedSet:
@@ -194,35 +219,3 @@ def _told(condensed: CondensedSet) -> dict[str, Any]:
     kept = {k: manifest[k] for k in _KEPT if k in manifest}
     data = {k: manifest["data"].get(k) for k in ("name", "fingerprint")}
     return {**kept, "set": condensed.fingerprint, "data": data}
-
-
-def picture(condensed: CondensedSet) -> dict[str, Any]:
-    """Some stored images as one PNG, in a record: two of each of four classes, or one each of eight at IPC 1."""
-    rows, columns = _PICTURE
-    names = condensed.class_names
-    images = condensed.images.unflatten(0, (len(names), -1))  # [C, ipc, ch, h, w]
-    labelled = images.shape[1] >= columns
-    if labelled:
-        shown = images[:rows, :columns]
-    else:
-        first = images[: rows * columns, 0]
-        rows = max(1, len(first) // columns)
-        shown = first[: rows * columns].unflatten(0, (rows, -1))
-    buffer = io.BytesIO()
-    _sheet(shown).save(buffer, format="PNG", optimize=True)
-    return {
-        "png": base64.b64encode(buffer.getvalue()).decode(),
-        "rows": shown.shape[0],
-        "columns": shown.shape[1],
-        "names": list(names[: shown.shape[0]]) if labelled else [],
-    }
-
-
-def _sheet(images: Tensor) -> Image.Image:
-    """``images`` [rows, columns, ch, h, w] in [0, 1] side by side without gaps, at most 120 pixels each."""
-    rows, columns, ch, h, w = images.shape
-    pixels = (images.permute(0, 3, 1, 4, 2).reshape(rows * h, columns * w, ch) * 255).round().to(torch.uint8).numpy()
-    sheet = Image.fromarray(np.ascontiguousarray(pixels[..., 0] if ch == 1 else pixels[..., :3]))
-    if h > _PICTURE_SIDE:
-        sheet = sheet.resize((columns * _PICTURE_SIDE, rows * _PICTURE_SIDE), Image.Resampling.LANCZOS)
-    return sheet

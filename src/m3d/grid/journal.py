@@ -1,0 +1,77 @@
+"""What came out, one JSON record per cell in a file of lines; only one process at a time writes below a folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from m3d.errors import M3DError
+from m3d.grid.cells import Cell, Overrides, cell_digest
+
+Record = Mapping[str, Any]
+
+
+class Journal:
+    """The records of the grid called ``name``, found by what identifies their cells."""
+
+    def __init__(self, file: Path, name: str, overrides: Overrides):
+        self.file, self.name, self.overrides = file, name, overrides
+        self._by_digest = {record["digest"]: record for record in self._read()}
+
+    def _read(self) -> list[dict[str, Any]]:
+        if not self.file.exists():
+            return []
+        try:
+            found = [json.loads(line) for line in self.file.read_text(encoding="utf-8").splitlines()]
+        except (OSError, ValueError) as error:
+            raise M3DError(f"{str(self.file)!r} is damaged: {error}") from error
+        if not all(isinstance(record, dict) and "digest" in record for record in found):
+            raise M3DError(f"{str(self.file)!r} holds a line that is no record of a cell")
+        return found
+
+    def of(self, cell: Cell) -> Record | None:
+        """The record of a finished cell; None for one that is not."""
+        return self._by_digest.get(cell_digest(cell, self.overrides))
+
+    def add(self, cell: Cell, record: Record) -> dict[str, Any]:
+        """Write a cell's record down, with what identifies it."""
+        from m3d.files import append_line  # brings PyTorch, which reading and planning do without
+
+        digest = cell_digest(cell, self.overrides)
+        identity = {"plan": self.name, "cell": cell.key, "digest": digest, "overrides": self.overrides.given()}
+        whole = {**identity, **record}
+        append_line(self.file, whole)
+        self._by_digest[digest] = whole
+        return whole
+
+    def forget(self, cells: Sequence[Cell]) -> None:
+        """Drop the records of ``cells``, so that they are made again."""
+        from m3d.files import write_bytes
+
+        dropped = {cell_digest(cell, self.overrides) for cell in cells} & set(self._by_digest)
+        if not dropped:
+            return
+        kept = [record for record in self._read() if record["digest"] not in dropped]
+        write_bytes(self.file, "".join(json.dumps(record) + "\n" for record in kept).encode())
+        for digest in dropped:
+            del self._by_digest[digest]
+
+
+@contextmanager
+def lock(folder: Path) -> Iterator[None]:
+    """Refuse to work where another process is at work; where the system has no such locks, nothing is checked."""
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system lets go of it when the process ends
+        except OSError as error:
+            raise M3DError(f"another m3d is at work in {str(folder)!r}; give another --out") from error
+        yield

@@ -1,0 +1,59 @@
+"""What a person sees while a grid is worked through."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import typer
+
+from m3d.errors import M3DError
+from m3d.grid.cells import Cell
+from m3d.grid.journal import Record
+from m3d.terminal import duration, epoch_bar, progress_bar, status_line
+
+if TYPE_CHECKING:
+    from m3d.grid.runner import Listener
+    from m3d.grid.work import Watch
+
+
+def check_time_limit(seconds: float | None) -> None:
+    if seconds is not None and not seconds > 0:
+        raise M3DError(f"--time-limit {seconds} is not valid; allowed: a positive number of seconds")
+
+
+@dataclass(frozen=True)
+class Telling:
+    """Lines about cells as they begin, end, fail and are tried again; with ``as_json`` their records only."""
+
+    headline: Callable[[Cell, Record], str]
+    as_json: bool = False
+    records: bool = True  # whether, with ``as_json``, records are printed as they come
+
+    @contextmanager
+    def watched(self) -> Iterator[tuple[Listener, Watch]]:
+        from m3d.grid.runner import Listener
+        from m3d.grid.work import Watch
+
+        with progress_bar(self.as_json) as bar, epoch_bar(self.as_json) as epochs, status_line(self.as_json) as status:
+            yield Listener(self._begin, self._done, self._failed, self._again, status), Watch(bar, epochs)
+
+    def _begin(self, number: int, of: int, cell: Cell, left: float | None) -> None:
+        if not self.as_json:
+            time = "" if left is None else f": about {duration(left)} left"
+            typer.echo(f"[{number} of {of}] {cell.key}{time}", err=True)
+
+    def _done(self, cell: Cell, record: Record) -> None:
+        if not self.as_json:
+            typer.echo(f"{cell.key}: {self.headline(cell, record)}")
+        elif self.records:
+            typer.echo(json.dumps({k: v for k, v in record.items() if k != "picture"}))
+
+    def _failed(self, cell: Cell, error: M3DError) -> None:
+        typer.echo("m3d: " + " ".join(f"{cell.key}: {error}".split()), err=True)
+
+    def _again(self, cell: Cell, reason: str) -> None:
+        typer.echo("m3d: " + " ".join(f"{cell.key}: {reason}; tried again".split()), err=True)

@@ -1,0 +1,71 @@
+"""What the paper measures on a set beside accuracies: moments, pictures, and pairs of distributions without a set."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from m3d.grid.cells import Cell
+from m3d.grid.work import Measure, Workshop
+from m3d.reproduce import toy
+from m3d.reproduce.moments import moment_distances
+from m3d.store import CondensedSet
+
+_PICTURE = (4, 2)  # rows and columns of images in a picture
+_PICTURE_SIDE = 120  # pixels of an image in a picture, at most
+
+
+def _moments(workshop: Workshop, cell: Cell, condensed: CondensedSet | None) -> Any:
+    assert condensed is not None
+    return moment_distances(condensed, workshop.tested_on(cell), condensed.manifest["net"], workshop.runtime)
+
+
+def _picture(workshop: Workshop, cell: Cell, condensed: CondensedSet | None) -> Any:
+    assert condensed is not None
+    return picture(condensed)
+
+
+def _pair(workshop: Workshop, cell: Cell, condensed: CondensedSet | None) -> Any:
+    return toy.compare(cell.pair)
+
+
+MEASURES: Mapping[str, Measure] = {"moments": _moments, "picture": _picture, "pair": _pair}
+
+
+def picture(condensed: CondensedSet) -> dict[str, Any]:
+    """Some stored images as one PNG, in a record: two of each of four classes, or one each of eight at IPC 1."""
+    rows, columns = _PICTURE
+    names = condensed.class_names
+    images = condensed.images.unflatten(0, (len(names), -1))  # [C, ipc, ch, h, w]
+    labelled = images.shape[1] >= columns
+    if labelled:
+        shown = images[:rows, :columns]
+    else:
+        first = images[: rows * columns, 0]
+        rows = max(1, len(first) // columns)
+        shown = first[: rows * columns].unflatten(0, (rows, -1))
+    buffer = io.BytesIO()
+    _sheet(shown).save(buffer, format="PNG", optimize=True)
+    return {
+        "png": base64.b64encode(buffer.getvalue()).decode(),
+        "rows": shown.shape[0],
+        "columns": shown.shape[1],
+        "names": list(names[: shown.shape[0]]) if labelled else [],
+    }
+
+
+def _sheet(images: Tensor) -> Image.Image:
+    """``images`` [rows, columns, ch, h, w] in [0, 1] side by side without gaps, at most 120 pixels each."""
+    rows, columns, ch, h, w = images.shape
+    pixels = (images.permute(0, 3, 1, 4, 2).reshape(rows * h, columns * w, ch) * 255).round().to(torch.uint8).numpy()
+    sheet = Image.fromarray(np.ascontiguousarray(pixels[..., 0] if ch == 1 else pixels[..., :3]))
+    if h > _PICTURE_SIDE:
+        sheet = sheet.resize((columns * _PICTURE_SIDE, rows * _PICTURE_SIDE), Image.Resampling.LANCZOS)
+    return sheet

@@ -1,0 +1,267 @@
+"""``m3d sweep``: every combination of options, measured on a held-out part of the training data, and ranked."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import typer
+
+from m3d.errors import Interrupted, M3DError
+from m3d.grid.cells import Cell, Overrides, Source, Value, short_name
+from m3d.grid.journal import Journal, Record
+from m3d.grid.telling import Telling, check_time_limit
+from m3d.grid.where import Where
+
+if TYPE_CHECKING:
+    from m3d.data import Dataset
+    from m3d.grid.work import Place, Shelf
+
+
+class Setting(NamedTuple):
+    """What is compared: a method at a number of images, with the options that were given."""
+
+    method: str
+    ipc: int
+    options: tuple[tuple[str, Value], ...]
+
+    @property
+    def variant(self) -> str:
+        """The method and its options, as a table shows them."""
+        given = ",".join(f"{name}={'auto' if value is None else value}" for name, value in self.options)
+        return f"{self.method}:{given}" if given else self.method
+
+
+@dataclass(frozen=True)
+class Measured:
+    """How sets are tested."""
+
+    net: str = "convnet3"
+    protocol: str = "paper"
+    epochs: int | None = None  # None: the protocol's own
+    repeats: int = 10
+
+    def __post_init__(self) -> None:
+        if self.repeats < 1:
+            raise M3DError(f"--repeats {self.repeats} is not valid; allowed: 1 and more")
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """One call: the values of every axis, and how a set is made and measured."""
+
+    data: str
+    methods: Sequence[str]
+    ipcs: Sequence[int]
+    options: Sequence[tuple[str, Sequence[str]]]  # of each option its values, as they were typed
+    seeds: Sequence[int] = (0,)
+    net: str | None = None  # that images are matched through; None: the method's own
+    measured: Measured = field(default_factory=Measured)
+    load: tuple[tuple[str, Value], ...] = ()  # how the data are loaded
+    zca: bool = False
+    final: bool = False  # on the test data, with all training data
+    overrides: Overrides = field(default_factory=Overrides)  # precision and determinism
+
+    @property
+    def split(self) -> str:
+        return "test" if self.final else "val"
+
+    def cells(self, shelf: Shelf, device: str, precision: str) -> dict[Setting, list[Cell]]:
+        """The cells of every setting, one per seed; whatever is wrong with any of them is said here."""
+        from m3d import api
+        from m3d.evaluation import make_protocol
+        from m3d.nets import make_net
+        from m3d.registry import canonical
+
+        data = shelf.get(self.data, Source(self.data, 1, zca=self.zca, load=self.load).loading)
+        make_protocol(self.measured.protocol, epochs=self.measured.epochs)
+        make_net(self.measured.net, data.shape, data.classes)
+        axes = [[(name, value) for value in values] for name, values in self.options]
+        common: dict[str, Any] = {"net": self.net, "device": device, "precision": precision}
+        settings: dict[Setting, None] = {}  # a value that was given twice is one setting
+        for method, ipc, given in product(self.methods, self.ipcs, product(*axes)):
+            known: dict[str, Any] = api.check(data, ipc, method, **common, **dict(given))
+            settings[Setting(canonical(method), ipc, tuple(sorted((name, known[name]) for name, _ in given)))] = None
+        if self.final and len(settings) > 1:
+            raise M3DError(f"--final measures one setting that was chosen before, and these are {len(settings)}")
+        return {s: [self._cell(s, seed, data) for seed in dict.fromkeys(self.seeds)] for s in settings}
+
+    def _cell(self, setting: Setting, seed: int, data: Dataset) -> Cell:
+        name = data.recipe.get("source", self.data)  # a path in full, so that workers find it
+        source = Source(name, setting.ipc, setting.method, setting.options, self.net, seed, self.zca, self.load,
+                        data.train.fingerprint)  # fmt: skip
+        key = f"{short_name(name)}/{setting.ipc}/{setting.variant}/seed{seed}"
+        how = self.measured
+        return Cell(key, str(setting.ipc), setting.variant, (source,), net=how.net, protocol=how.protocol,
+                    epochs=how.epochs, repeats=how.repeats, split=self.split)  # fmt: skip
+
+
+def values(text: str) -> list[str]:
+    """The comma-separated parts of ``text``; the commas within one ``name:key=value,key=value`` do not divide it."""
+    parts: list[str] = []
+    for part in text.split(","):
+        if parts and "=" in part and ":" not in part and ":" in parts[-1]:
+            parts[-1] += f",{part}"
+        else:
+            parts.append(part.strip())
+    if not all(parts):
+        raise M3DError(f"{text!r} holds an empty value; expected values with commas between them")
+    return parts
+
+
+def numbers(option: str, text: str, least: int) -> list[int]:
+    """``1,10`` as whole numbers."""
+    try:
+        found = [int(part) for part in values(text)]
+    except ValueError:
+        found = []
+    if not found or min(found) < least:
+        raise M3DError(f"{option} {text} is not valid; allowed: whole numbers from {least}, with commas between them")
+    return found
+
+
+def load_options(val_fraction: float | None, final: bool, size: int | None) -> tuple[tuple[str, Value], ...]:
+    """How the data of a sweep are loaded: a part held out, except for a final measurement."""
+    if final and val_fraction is not None:
+        raise M3DError(f"--val-fraction {val_fraction}: --final condenses all training data, tests on the test data")
+    fraction = 0.1 if val_fraction is None else val_fraction
+    if not 0 < fraction < 1:
+        raise M3DError(f"--val-fraction {fraction} is not valid; allowed: between 0 and 1, to measure settings on")
+    chosen = {"val_fraction": None if final else fraction, "size": size}
+    return tuple((name, value) for name, value in chosen.items() if value is not None)
+
+
+def rank(cells: dict[Setting, list[Cell]], journal: Journal) -> list[dict[str, Any]]:
+    """One row per setting that has a record, the best of an IPC first: the mean over seeds and their sd."""
+    rows = []
+    for setting, of_it in cells.items():
+        found: list[Record] = [r for cell in of_it if (r := journal.of(cell)) is not None]
+        if not found:
+            continue
+        means = [float(r["accuracy"]) for r in found]
+        rows.append({
+            "ipc": setting.ipc,
+            "variant": setting.variant,
+            "method": setting.method,
+            "options": dict(setting.options),
+            "accuracy": round(statistics.fmean(means), 3),
+            "sd": round(statistics.stdev(means), 3) if len(means) > 1 else None,
+            "seeds": [r["condensation_seed"] for r in found],
+            "of_seeds": len(of_it),
+            "means": means,
+            "seconds": round(statistics.fmean(_seconds(found)), 2),
+        })  # fmt: skip
+    return sorted(rows, key=lambda row: (row["ipc"], -row["accuracy"], row["variant"]))
+
+
+def _seconds(records: Iterable[Record]) -> list[float]:
+    return [sum(part.get("seconds", 0.0) for part in r["condensation"]) for r in records]
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """The ranking as text."""
+    width = max(len(row["variant"]) for row in rows)
+    lines = [f"{'ipc':>4} {'rank':>4}  {'setting':<{width}}  {'accuracy':>14}  {'condensing':>10}  seeds"]
+    place, ipc = 0, None
+    for row in rows:
+        place, ipc = (1 if row["ipc"] != ipc else place + 1), row["ipc"]
+        spread = "" if row["sd"] is None else f" ± {row['sd']:.2f}"
+        short = "" if len(row["means"]) == row["of_seeds"] else f"  ({len(row['means'])} of {row['of_seeds']})"
+        each = " ".join(f"{mean:.2f}" for mean in row["means"])
+        number = f"{row['accuracy']:.2f}{spread} %"
+        lines.append(
+            f"{ipc:>4} {place:>4}  {row['variant']:<{width}}  {number:>14}  {row['seconds']:>8.1f} s  {each}{short}"
+        )
+    return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Call:
+    """What the command does with a sweep."""
+
+    sweep: Sweep
+    place: Place
+    where: Where
+    as_json: bool = False
+
+    def run(self, seconds: float | None, dry: bool) -> None:
+        """Check everything, make the missing cells, and print the ranking."""
+        check_time_limit(seconds)
+        from m3d.grid.work import Shelf
+
+        shelf = Shelf(self.place.data_root)
+        cells = self.sweep.cells(shelf, *self._arithmetic())
+        name = "final" if self.sweep.final else "sweep"
+        journal = Journal(self.place.out / f"{name}.jsonl", name, self.sweep.overrides)
+        if dry:
+            self._plan(cells, journal)
+            return
+        with self.where.hands(self.place.device, shelf) as hands:
+            self._make(cells, journal, seconds=seconds, hands=hands)
+
+    def _arithmetic(self) -> tuple[str, str]:
+        """(device, precision) to check settings for: the driver of a cluster need not have its workers' device."""
+        from m3d.errors import unknown
+        from m3d.runtime import DEVICES, PRECISIONS
+
+        device, precision = self.place.device, self.sweep.overrides.precision
+        for kind, name, allowed in (("device", device, DEVICES), ("precision", precision, PRECISIONS)):
+            if name not in allowed:
+                raise unknown(kind, name, allowed)
+        return (device, precision) if self.where.local else ("auto", "auto")
+
+    def _plan(self, cells: dict[Setting, list[Cell]], journal: Journal) -> None:
+        rows = [{"cell": c.key, "finished": journal.of(c) is not None} for of_it in cells.values() for c in of_it]
+        if self.as_json:
+            typer.echo(json.dumps(rows))
+            return
+        for row in rows:
+            typer.echo(f"{row['cell']}{'  finished' if row['finished'] else ''}")
+        typer.echo(f"{sum(not row['finished'] for row in rows)} of {len(rows)} cells to run; measured on {self._on()}")
+
+    def _make(self, cells: dict[Setting, list[Cell]], journal: Journal, **settings: Any) -> None:
+        from m3d.grid.runner import Job, run
+
+        job = Job(_seed_by_seed(cells), journal, self.place)
+        telling = Telling(_headline, self.as_json, records=False)
+        try:
+            with telling.watched() as (listener, watch):
+                summary = run(job, listener=listener, watch=watch, **settings)
+        except Interrupted as stop:
+            self._show(cells, journal)
+            typer.echo(f"m3d: {stop}; the same command goes on from here", err=True)
+            raise typer.Exit(130) from None
+        if summary.skipped and not self.as_json:
+            typer.echo(f"{summary.skipped} of {len(job.cells)} cells were finished before")
+        self._show(cells, journal)
+        if summary.failed:
+            cell, error = summary.failed[0]
+            raise M3DError(f"{len(summary.failed)} cells failed; {cell.key}: {error}")
+
+    def _show(self, cells: dict[Setting, list[Cell]], journal: Journal) -> None:
+        rows = rank(cells, journal)
+        if self.as_json:
+            how = {"data": self.sweep.data, "split": self.sweep.split, **dict(self.sweep.load)}
+            typer.echo(json.dumps({**how, "records": str(journal.file), "ranking": rows}))
+        elif rows:
+            n = f"{self.sweep.measured.repeats} networks per seed, last epoch"
+            typer.echo(f"\n{table(rows)}\nmean over seeds ± sd of seeds on {self._on()}; {n}. Records: {journal.file}")
+
+    def _on(self) -> str:
+        if self.sweep.final:
+            return "the test data"
+        return f"{float(dict(self.sweep.load)['val_fraction'] or 0):.0%} of the training data, held out"
+
+
+def _seed_by_seed(cells: dict[Setting, list[Cell]]) -> list[Cell]:
+    """All settings once before any a second time: a sweep that is stopped early has compared them all."""
+    return [cell for one_seed in zip(*cells.values(), strict=True) for cell in one_seed]
+
+
+def _headline(cell: Cell, record: Record) -> str:
+    spread = f" ± {record['sd']:.2f}" if record["n"] > 1 else ""
+    return f"{record['accuracy']:.2f}{spread} % (last epoch, n={record['n']})"
