@@ -67,3 +67,16 @@ def epoch_bar(quiet: bool) -> Iterator[Callable[[int, int], None] | None]:
         yield None
         return
     yield lambda epoch, epochs: typer.echo(f"epoch {epoch} of {epochs}", err=True)
+
+
+def decode_bar(quiet: bool) -> Callable[[int, int], None] | None:
+    """A line that says how many images are decoded, over and over in its place; nothing where nobody watches."""
+    if quiet or not sys.stderr.isatty():
+        return None
+
+    def report(done: int, total: int) -> None:
+        end = "\n" if done == total else ""
+        sys.stderr.write(f"\rdecoding images: {done:,} of {total:,} ({done / total:.0%}){end}")
+        sys.stderr.flush()
+
+    return report
