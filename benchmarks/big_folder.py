@@ -3,13 +3,14 @@
     python benchmarks/big_folder.py make FOLDER --images 100000
     python benchmarks/big_folder.py measure FOLDER
 
-Half of the images are JPEG, half PNG, 64×64, in 100 classes. ``measure`` runs ``m3d condense`` twice in its own process
-with the images kept on disk, first with an empty cache, and watches the memory of that process and its children.
+Half of the images are JPEG, half PNG, 64×64, in 100 classes. ``measure`` loads them twice in a process of
+its own with the images kept on disk, first with an empty cache, and watches that process's memory and its children's.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import subprocess
@@ -38,33 +39,60 @@ def make(folder: Path, images: int, classes: int) -> None:
                 image.save(home / (f"{i:06d}.jpg" if i % 2 else f"{i:06d}.png"))
 
 
-def measure(folder: Path, arguments: list[str]) -> None:
-    """Two runs of one step, with an empty and with a full cache."""
+# What is measured, in a process of its own: listing and decoding (or opening the cache), then a batch, then a step.
+_CHILD = """
+import json, resource, sys, time
+began = time.perf_counter()
+import m3d
+imported = time.perf_counter()
+data = m3d.load_data(sys.argv[1], resident="no")
+loaded = time.perf_counter()
+own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+reader = data.train.reader(0, int(sys.argv[2]))
+reader.bring(0)
+batch = time.perf_counter()
+m3d.condense(data, 1, "dm", net="convnet3:width=32", steps=1, batch_real=int(sys.argv[2]), device="cpu")
+first = time.perf_counter()
+for step in range(1, 257):
+    reader.bring(step)
+streamed = 256 * data.classes * int(sys.argv[2]) / (time.perf_counter() - first)
+print(json.dumps({"images": len(data.train) + len(data.test), "import": imported - began, "load": loaded - imported,
+    "batch": batch - loaded, "first step": first - began, "memory after loading": own, "gathered": streamed}))
+"""
+
+
+def measure(folder: Path, batch: int) -> None:
+    """With an empty and with a full cache: load, gather, make one step (dm, convnet3 of width 32, CPU)."""
     cache = Path(tempfile.mkdtemp(prefix="m3d-cache-"))
     try:
-        for label in ("empty cache", "full cache"):
-            seconds, anonymous, file = _run(folder, cache, arguments)
+        for label in ("empty", "full"):
+            found, anonymous, file = _run(folder, cache, batch)
+            rate = found["images"] / found["load"]
             print(
-                f"{label}: {seconds:.1f} s to the end of the first step, at most {anonymous / 2**20:.0f} MiB of own "
-                f"memory (all processes) and {file / 2**20:.0f} MiB of mapped files"
+                f"{label} cache: {found['images']} images in {found['load']:.1f} s ({rate:.0f} images/s), first step "
+                f"after {found['first step']:.1f} s; {found['gathered']:.0f} images/s gathered afterwards; at most "
+                f"{found['memory after loading'] / 2**20:.0f} MiB resident in the main process until loaded, "
+                f"{anonymous / 2**20:.0f} MiB own and {file / 2**20:.0f} MiB of files in all processes together"
             )
     finally:
         shutil.rmtree(cache)
 
 
-def _run(folder: Path, cache: Path, arguments: list[str]) -> tuple[float, int, int]:
-    """(seconds, largest anonymous memory, largest file-backed memory) of one ``m3d condense`` and its children."""
-    command = [sys.executable, "-m", "m3d", "condense", str(folder), "--resident", "no", "--steps", "1", "--overwrite"]
-    command += ["--batch-real", "8", "--out", str(cache / "run"), *arguments]
-    began, most = time.perf_counter(), [0, 0]
-    process = subprocess.Popen(command, env={**os.environ, "M3D_CACHE": str(cache)})
+def _run(folder: Path, cache: Path, batch: int) -> tuple[dict[str, float], int, int]:
+    """(times, largest anonymous memory, largest file-backed memory) of the child and its own children."""
+    most = [0, 0]
+    process = subprocess.Popen(
+        [sys.executable, "-c", _CHILD, str(folder), str(batch)],
+        env={**os.environ, "M3D_CACHE": str(cache)},
+        stdout=subprocess.PIPE,
+    )
     while process.poll() is None:
         now = np.sum([_memory(pid) for pid in [process.pid, *_children(process.pid)]], axis=0)
         most = [max(a, int(b)) for a, b in zip(most, now, strict=True)]
         time.sleep(0.05)
-    if process.returncode:
+    if process.returncode or process.stdout is None:
         sys.exit(process.returncode)
-    return time.perf_counter() - began, most[0], most[1]
+    return json.loads(process.stdout.read()), most[0], most[1]
 
 
 def _children(pid: int) -> list[int]:
@@ -90,11 +118,12 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--images", type=int, default=100_000)
     parser.add_argument("--classes", type=int, default=100)
-    known, rest = parser.parse_known_args()
+    parser.add_argument("--batch", type=int, default=8)
+    known = parser.parse_args()
     if known.what == "make":
         make(known.folder, known.images, known.classes)
     else:
-        measure(known.folder, rest)
+        measure(known.folder, known.batch)
 
 
 if __name__ == "__main__":

@@ -133,7 +133,7 @@ def _from_arrays(
 ) -> Dataset:
     """A dataset of arrays, with the class names and statistics of its record where it has one."""
     where = where or name
-    names = arrays.class_names or (record.class_names if record else _numbered(arrays.y_train))
+    names = arrays.class_names or (record.class_names if record else _numbered(arrays.y_train, f"{where}: train"))
     channels = arrays.x_train.shape[3]
     if record and (len(names), channels) != (len(record.class_names), record.channels):
         raise M3DError(
@@ -151,6 +151,12 @@ def _sorted(x: np.ndarray, y: np.ndarray, names: tuple[str, ...], size: int | No
     return ClassData.from_labels(x if size is None else folder.resize(x, size), y, names, split)
 
 
-def _numbered(labels: np.ndarray) -> tuple[str, ...]:
+def _numbered(labels: np.ndarray, split: str) -> tuple[str, ...]:
     """Class names for a file that has none: 0, 1, 2, ..."""
-    return tuple(map(str, range(int(labels.max()) + 1))) if len(labels) else ()
+    if not len(labels):
+        return ()
+    missing = np.flatnonzero(np.bincount(labels) == 0)
+    if len(missing):
+        shown = ", ".join(map(str, missing[:10])) + (" ..." if len(missing) > 10 else "")
+        raise M3DError(f"{split}: no image has the labels {shown}; allowed: 0 to {labels.max()} without gaps")
+    return tuple(map(str, range(int(labels.max()) + 1)))
