@@ -47,17 +47,19 @@ import m3d
 imported = time.perf_counter()
 data = m3d.load_data(sys.argv[1], resident="no")
 loaded = time.perf_counter()
+spent = sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
 own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 reader = data.train.reader(0, int(sys.argv[2]))
 reader.bring(0)
+gathered = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 batch = time.perf_counter()
 m3d.condense(data, 1, "dm", net="convnet3:width=32", steps=1, batch_real=int(sys.argv[2]), device="cpu")
 first = time.perf_counter()
 for step in range(1, 257):
     reader.bring(step)
 streamed = 256 * data.classes * int(sys.argv[2]) / (time.perf_counter() - first)
-print(json.dumps({"images": len(data.train) + len(data.test), "import": imported - began, "load": loaded - imported,
-    "batch": batch - loaded, "first step": first - began, "memory after loading": own, "gathered": streamed}))
+print(json.dumps({"images": len(data.train) + len(data.test), "import": imported - began, "load": loaded - imported, "cpu": spent,
+    "batch": batch - loaded, "first step": first - began, "loaded": own, "with a reader": gathered, "gathered": streamed}))
 """
 
 
@@ -69,9 +71,11 @@ def measure(folder: Path, batch: int) -> None:
             found, anonymous, file = _run(folder, cache, batch)
             rate = found["images"] / found["load"]
             print(
-                f"{label} cache: {found['images']} images in {found['load']:.1f} s ({rate:.0f} images/s), first step "
+                f"{label} cache: {found['images']} images in {found['load']:.1f} s ({rate:.0f} images/s), "
+                f"{found['cpu']:.1f} CPU-seconds, first step "
                 f"after {found['first step']:.1f} s; {found['gathered']:.0f} images/s gathered afterwards; at most "
-                f"{found['memory after loading'] / 2**20:.0f} MiB resident in the main process until loaded, "
+                f"{found['loaded'] / 2**20:.0f} MiB in the main process until loaded, "
+                f"{found['with a reader'] / 2**20:.0f} MiB with a reader, "
                 f"{anonymous / 2**20:.0f} MiB own and {file / 2**20:.0f} MiB of files in all processes together"
             )
     finally:

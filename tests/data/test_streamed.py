@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -39,8 +38,18 @@ def write_folder(root: Path, train: int = TRAIN) -> Path:
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("M3D_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(cache, "_CHUNK_BYTES", 8 * 8 * 3 * 16)  # sixteen images
     return write_folder(tmp_path / "pets")
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that several tests read; its cache is that of the session."""
+    return write_folder(tmp_path_factory.mktemp("shared") / "pets")
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "_CHUNK_BYTES", 8 * 8 * 3 * 16)  # sixteen images
 
 
 def stream(data: ClassData) -> StreamedData:
@@ -50,7 +59,7 @@ def stream(data: ClassData) -> StreamedData:
 # ----------------------------------------------------------------------------------------------------------- the cache
 
 
-def test_the_cache_holds_what_memory_would(root: Path) -> None:
+def test_the_cache_holds_what_memory_would(root: Path, small_chunks: None) -> None:
     calls: list[tuple[int, int]] = []
     there = load_data(root, resident="yes")
     data = load_data(root, resident="no", progress=lambda done, total: calls.append((done, total)))
@@ -110,7 +119,7 @@ load_data(sys.argv[1], resident="no", progress=lambda done, total: print(done, f
 """
 
 
-def test_a_killed_build_goes_on_where_it_was(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_build_goes_on_where_it_was(root: Path, small_chunks: None) -> None:
     process = subprocess.Popen([sys.executable, "-c", _KILLED, str(root)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     while int(process.stdout.readline()) < 32:
@@ -119,7 +128,7 @@ def test_a_killed_build_goes_on_where_it_was(root: Path, monkeypatch: pytest.Mon
     process.wait()
     (building,) = (root.parent / "cache" / "images").glob("*.building")
     marks = (building / "train.pixels.done").read_bytes()
-    assert 2 <= marks.count(1)
+    assert marks.count(1) >= 2
     done: list[int] = []
     data = load_data(root, resident="no", progress=lambda n, _: done.append(n))
     if marks.count(1) < len(marks):  # else it was killed in the test split
@@ -138,7 +147,7 @@ def next_key(root: Path) -> str:
     return home.name
 
 
-def test_a_torn_note_of_bad_images_is_made_again(root: Path) -> None:
+def test_a_torn_note_of_bad_images_is_made_again(root: Path, small_chunks: None) -> None:
     (root / "train" / "class 1" / "003.png").write_bytes(b"")
     with pytest.raises(M3DError, match=r"003.png: cannot be read"):
         load_data(root, resident="no")
@@ -171,7 +180,7 @@ def test_a_damaged_cache_is_named(root: Path, damage: str) -> None:
             file.truncate(100)
     else:
         (home / "manifest.json").write_text(json.dumps({"shape": "square"}))
-    with pytest.raises(M3DError, match="the cache is damaged .* delete this folder"):
+    with pytest.raises(M3DError, match=r"the cache is damaged .* delete this folder"):
         load_data(root, resident="no")
 
 
@@ -185,7 +194,7 @@ def test_a_disk_that_is_too_small_is_said_first(root: Path, monkeypatch: pytest.
 def test_a_cache_that_cannot_be_written(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (root.parent / "file").write_text("")
     monkeypatch.setenv("M3D_CACHE", str(root.parent / "file"))
-    with pytest.raises(M3DError, match="cannot write the cache .*--resident yes"):
+    with pytest.raises(M3DError, match=r"cannot write the cache .*--resident yes"):
         load_data(root, resident="no")
 
 
@@ -199,7 +208,9 @@ def test_a_decoding_process_that_dies_is_an_error(root: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("steps_at_once", [1, 3, 64])
-def test_the_reader_reads_what_the_deck_says(tiny: Dataset, monkeypatch: pytest.MonkeyPatch, steps_at_once: int) -> None:
+def test_the_reader_reads_what_the_deck_says(
+    tiny: Dataset, monkeypatch: pytest.MonkeyPatch, steps_at_once: int
+) -> None:
     monkeypatch.setattr(streamed, "_STAGED", steps_at_once * 3 * 5 * 3 * 8 * 8)
     resident, data = tiny.train, stream(tiny.train)
     reader, plain = data.reader(7, 5), resident.reader(7, 5)
@@ -240,14 +251,18 @@ def test_all_images_at_once_must_fit(tiny: Dataset, monkeypatch: pytest.MonkeyPa
         _ = part.images
 
 
-@pytest.mark.parametrize("method", ["m3d", "datadam", "dc", "idm", "cafe", "herding"])
-@pytest.mark.parametrize("val", [0.0, 0.2])
-def test_a_streamed_run_is_bit_identical(root: Path, method: str, val: float, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("method", "val"),
+    [("m3d", 0.0), ("m3d", 0.2), ("datadam", 0.0), ("dc", 0.0), ("idm", 0.2), ("cafe", 0.0), ("herding", 0.2)],
+)
+def test_a_streamed_run_is_bit_identical(
+    shared: Path, method: str, val: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(streamed, "_STAGED", 2 * CLASSES * 4 * 3 * 8 * 8)  # two steps
     options = {} if method == "herding" else {"steps": 5, "batch_real": 4}
     sets = [
         m3d.condense(
-            load_data(root, resident=resident, val_fraction=val), 1, method, net=NET, device="cpu", seed=3, **options
+            load_data(shared, resident=resident, val_fraction=val), 1, method, net=NET, device="cpu", seed=3, **options
         )
         for resident in ("yes", "no")
     ]
@@ -273,11 +288,12 @@ def test_the_command_line_streams_resumes_and_evaluates(root: Path, tmp_path: Pa
 
 
 _MEASURED = """
-import resource, sys
-import m3d, torch
-data = m3d.load_data(sys.argv[1], resident="no")
+import sys
+from m3d.data import load_data, streamed
+streamed._STAGED = 2**20
+data = load_data(sys.argv[1], resident="no")
 reader = data.train.reader(0, 4)
-for step in range(200):
+for step in range(100):
     reader.bring(step)
 lines = open("/proc/self/status").read().splitlines()
 print(next(line.split()[1] for line in lines if line.startswith("VmHWM")))
@@ -286,19 +302,19 @@ print(next(line.split()[1] for line in lines if line.startswith("VmHWM")))
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
 def test_memory_does_not_grow_with_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sixteen times as many pixels (10 and 160 MB), the same memory within 40 MB: a staged block and some pages."""
+    """30 MB and 120 MB of pixels, all of them looked at: the same peak within 30 MB."""
     monkeypatch.setenv("M3D_CACHE", str(tmp_path / "cache"))
     peaks = []
-    for side in (64, 256):
-        root = tmp_path / str(side)
-        for split, many in (("train", 400), ("test", 1)):
-            for name in ("a", "b"):
+    for many in (150, 600):
+        root = tmp_path / str(many)
+        for name in ("a", "b"):
+            for split, images in (("train", many), ("test", 1)):
                 (root / split / name).mkdir(parents=True)
-                for i in range(many):
-                    Image.new("RGB", (side, side), (i % 256, 0, 0)).save(root / split / name / f"{i}.bmp")
-        began = time.perf_counter()
-        code = _MEASURED.replace("import m3d", "from m3d.data import streamed\nstreamed._STAGED = 2**20\nimport m3d")
-        result = subprocess.run([sys.executable, "-c", code, str(root)], capture_output=True, text=True, check=True)
+                Image.new("RGB", (180, 180), (9, 0, 0)).save(root / split / name / "0.png")
+                for i in range(1, images):
+                    os.link(root / split / name / "0.png", root / split / name / f"{i}.png")
+        result = subprocess.run(
+            [sys.executable, "-c", _MEASURED, str(root)], capture_output=True, text=True, check=True
+        )
         peaks.append(int(result.stdout) * 1024)
-        assert time.perf_counter() - began < 60
-    assert peaks[1] - peaks[0] < 40 * 2**20, peaks
+    assert peaks[1] - peaks[0] < 30 * 2**20, peaks

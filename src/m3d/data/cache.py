@@ -202,7 +202,7 @@ class _Split:
             raise self.task.odd(self.source.name(number), width, height)
         if reply["bad"]:
             with self.notes.open("ab") as notes:
-                notes.write(json.dumps(reply["bad"]).encode() + b"\n")
+                notes.write(b"\n" + json.dumps(reply["bad"]).encode() + b"\n")  # a torn line before it stays alone
                 notes.flush()
                 os.fsync(notes.fileno())
         with self.marks.open("r+b") as marks:
@@ -258,7 +258,8 @@ class _Workers:
                 f"a decoding process ended with code {worker.wait()} on one of the {len(images)} images from "
                 f"{name(first)} on; run the same command to go on"
             ) from error
-        self._free.put(worker)
+        finally:
+            self._free.put(worker)  # a dead one too: whoever asks it next fails at once, and waits for nothing
         return reply
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ from m3d import rng
 from m3d.errors import M3DError
 from m3d.normalise import Normalise, Zca
 
-_VALUES = 2**24  # looked at together: a wider copy of a whole dataset would not fit
+_VALUES = 2**22  # looked at together: a wider copy of a whole dataset would not fit
 Statistics: TypeAlias = tuple[tuple[float, ...], tuple[float, ...]]  # mean and standard deviation of each channel
 
 

@@ -21,7 +21,7 @@ from m3d.errors import M3DError
 
 _STAGED = 2**28  # bytes of images that wait on the device at once; twice as many wait on the host
 _MOST_STEPS = 64
-_AT_ONCE = 2**24  # bytes read in one go, after which the pages of a mapped file are let go
+_AT_ONCE = 2**23  # bytes read in one go, after which the pages of a mapped file are let go
 _DEVICE_SHARE = 0.5  # of the device's free memory that images may take; the rest is for networks
 
 
