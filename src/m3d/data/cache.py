@@ -169,8 +169,9 @@ class _Split:
                 futures = {pool.submit(self._one, workers, k): k for k in todo}
                 try:
                     for future in as_completed(futures):
-                        self._keep(futures.pop(future), future.result())
-                        report(done := done + self.chunk)
+                        k = futures.pop(future)
+                        self._keep(k, future.result())
+                        report(done := done + self._size(k))
                 except BaseException:
                     pool.shutdown(wait=False, cancel_futures=True)
                     raise
