@@ -58,8 +58,9 @@ first = time.perf_counter()
 for step in range(1, 257):
     reader.bring(step)
 streamed = 256 * data.classes * int(sys.argv[2]) / (time.perf_counter() - first)
-print(json.dumps({"images": len(data.train) + len(data.test), "import": imported - began, "load": loaded - imported, "cpu": spent,
-    "batch": batch - loaded, "first step": first - began, "loaded": own, "with a reader": gathered, "gathered": streamed}))
+print(json.dumps({"images": len(data.train) + len(data.test), "import": imported - began, "load": loaded - imported,
+    "cpu": spent, "batch": batch - loaded, "first step": first - began, "loaded": own, "with a reader": gathered,
+    "gathered": streamed}))
 """
 
 
