@@ -271,7 +271,7 @@ def test_a_streamed_run_is_bit_identical(
     assert sets[0].manifest.get("loss") == sets[1].manifest.get("loss")
 
 
-def test_the_command_line_streams_resumes_and_evaluates(root: Path, tmp_path: Path, capsys) -> None:
+def test_the_command_line_streams_and_evaluates(root: Path, tmp_path: Path, capsys) -> None:
     (root / "train" / "class 1" / "003.png").write_bytes(b"")
     common = ["--net", NET, "--steps", "3", "--batch-real", "4", "--on-bad-image", "skip"]
     found = []
