@@ -13,7 +13,7 @@ import typer
 
 from m3d.arguments import assignments, check_evaluate, check_ranking, refuse_others, refused_value, usage_hint
 from m3d.errors import Interrupted, M3DError, unknown
-from m3d.terminal import board, epoch_bar, progress_bar, ranking_lines
+from m3d.terminal import board, decode_bar, epoch_bar, progress_bar, ranking_lines
 from m3d.version import __version__
 
 if TYPE_CHECKING:
@@ -42,6 +42,10 @@ DataRoot = Annotated[
     Path | None, typer.Option(help="Where datasets lie or are put; default $M3D_DATA, else ~/.cache/m3d.")
 ]
 Size = Annotated[int | None, typer.Option(help="Side in pixels that images of a folder are resized and cropped to.")]
+OnBadImage = Annotated[str, typer.Option(help="error, or skip: images that cannot be read are left out and listed.")]
+Resident = Annotated[
+    str, typer.Option(help="Hold all real images in memory: yes, no (decoded once to the disk), or auto: if they fit.")
+]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Precision = Annotated[str, typer.Option(help="auto (bf16 on CUDA, fp32 on CPU), fp16, bf16, tf32 or fp32.")]
 Seed = Annotated[int, typer.Option(help="Same seed, same result.")]
@@ -94,7 +98,7 @@ def _common(
 def condense(
     context: typer.Context,
     data: Annotated[
-        str | None, typer.Argument(help="Dataset name, image folder or .npz; see 'm3d list datasets'.")
+        str | None, typer.Argument(help="Dataset name, image folder, .npz or hf:NAME; see 'm3d list datasets'.")
     ] = None,
     ipc: Annotated[int, typer.Option(help="Images per class to keep.")] = 1,
     method: Annotated[str, typer.Option(help="See 'm3d list methods'.")] = "m3d",
@@ -118,6 +122,8 @@ def condense(
     resume: Annotated[Path | None, typer.Option(help="Continue the run in this folder; takes no other option.")] = None,
     data_root: DataRoot = None,
     size: Size = None,
+    on_bad_image: OnBadImage = "error",
+    resident: Resident = "auto",
     zca: Annotated[bool, typer.Option("--zca", help="Show networks ZCA-whitened images.")] = False,
     val_fraction: Annotated[float, typer.Option(help="Part of the training data held out for choices.")] = 0.0,
     eval_every: Annotated[int, typer.Option(help="Steps between measurements on the held-out part; 0: none.")] = 0,
@@ -151,7 +157,8 @@ def condense(
         options[key] = value
     name = Path(data).stem if data.endswith(".npz") else Path(data).name
     folder = out or Path("runs") / f"{name}-{method}-ipc{ipc}-seed{seed}"
-    load_options = {"data_root": data_root, "size": size, "val_fraction": val_fraction, "zca": zca}
+    load_options: dict[str, Any] = {"data_root": data_root, "size": size, "val_fraction": val_fraction, "zca": zca}
+    load_options |= {"on_bad_image": on_bad_image, "resident": resident, "progress": decode_bar(quiet=as_json)}
     _condense(
         lambda api, report: api.condense(
             data,

@@ -128,6 +128,7 @@ class _Run:
             self.state.refill(self.step)
         if self.state.pool.due(self.step):
             self.state.pool.draw(self.step)
+        self.state.real.bring(self.step)
         while True:
             try:
                 self.advance()

@@ -56,6 +56,7 @@ class Step(nn.Module):
         self.subset = min(matching.batch_syn_max, decoded)
         self.decoded = decoded
         self.lanes = torch.arange(classes, device=device)
+        self.real = data.train.reader(seed, matching.batch_real)
         # Draws of a block of steps, and the losses it leaves; ``slot`` says which step of the block is next.
         self.slot = torch.zeros(1, dtype=torch.long, device=device)
         self.number = torch.zeros_like(self.slot)  # the same step counted from the beginning
@@ -114,7 +115,7 @@ class Step(nn.Module):
     @torch.no_grad()
     def _goal(self, eyes: Eyes, classes: Tensor, real_index: Tensor, parameters: Parameters) -> Reading:
         """The reading of real images of ``classes``, augmented as the synthetic ones are."""
-        real = self.synthetic.normalise(self.data.train.take(real_index, classes))
+        real = self.synthetic.normalise(self.real.take(real_index, classes))
         batch = _batch(self.matching.augment.apply(real, parameters), classes)
         reading: Reading = self.probe(self.net, eyes, batch, self.runtime.dtype)
         return reading

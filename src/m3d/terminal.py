@@ -102,6 +102,19 @@ def epoch_bar(quiet: bool) -> Iterator[Callable[[int, int], None] | None]:
     yield lambda epoch, epochs: typer.echo(f"epoch {epoch} of {epochs}", err=True)
 
 
+def decode_bar(quiet: bool) -> Callable[[int, int], None] | None:
+    """A line that says how many images are decoded, over and over in its place; nothing where nobody watches."""
+    if quiet or not sys.stderr.isatty():
+        return None
+
+    def report(done: int, total: int) -> None:
+        end = "\n" if done == total else ""
+        sys.stderr.write(f"\rdecoding images: {done:,} of {total:,} ({done / total:.0%}){end}")
+        sys.stderr.flush()
+
+    return report
+
+
 @contextmanager
 def status_line(quiet: bool) -> Iterator[Callable[[Mapping[str, str]], None]]:
     """One line on a terminal that says what the cells at work are at; nothing where nobody watches."""

@@ -1,11 +1,14 @@
 """What only a CUDA device can show. Skipped, saying so, without one; benchmarks/results keeps the last log."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from conftest import make_dataset
 
 from m3d import rng
 from m3d.augment import Augment
+from m3d.data import streamed
 from m3d.engine import Watch, condense
 from m3d.errors import Interrupted
 from m3d.methods import Task, make_method
@@ -228,3 +231,13 @@ def test_a_recorded_refill_draws_each_step_its_own_encoder(data):
         expected = share * pool.networks.initial[row] + (1 - share) * pool.networks.final[row]
         torch.testing.assert_close(pool.eyes().flat, expected, atol=1e-6, rtol=1e-5)
     assert pool.eyes().flat.data_ptr() == place
+
+
+def test_images_streamed_from_the_host_give_the_resident_run(monkeypatch):
+    """Under a recorded graph, with two steps staged at a time and the next ones gathered meanwhile."""
+    host = make_dataset(classes=4, per_class=40, shape=(3, 16, 16))
+    monkeypatch.setattr(streamed, "_STAGED", 2 * 4 * 8 * 3 * 16 * 16)
+    runtime = Runtime.choose("cuda", "fp32", deterministic=True)
+    resident, there = (replace(host, resident=choice).to("cuda") for choice in ("yes", "no"))
+    assert isinstance(there.train, streamed.StreamedData) and there.train.device.type == "cuda"
+    assert torch.equal(run(resident, runtime).pixels, run(there, runtime).pixels)

@@ -1,12 +1,12 @@
-"""Class-sorted images resident on one device, and the dataset made of them."""
+"""Class-sorted images, resident on one device, and the dataset made of them (others: :mod:`m3d.data.streamed`)."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -15,6 +15,34 @@ from torch import Tensor
 from m3d import rng
 from m3d.errors import M3DError
 from m3d.normalise import Normalise, Zca
+
+_VALUES = 2**22  # looked at together: a wider copy of a whole dataset would not fit
+Statistics: TypeAlias = tuple[tuple[float, ...], tuple[float, ...]]  # mean and standard deviation of each channel
+
+
+class Reader(Protocol):
+    """Where a run's steps get their real images: fixed addresses, whatever is behind them."""
+
+    def bring(self, step: int) -> None:
+        """See to it, before the step, that its images are on the device."""
+        ...
+
+    def take(self, index: Tensor, classes: Tensor) -> Tensor:
+        """Within the step: images [c, n, ch, h, w] float32 in [0, 1] of ``classes`` [c], ``index`` [c, n] its deck."""
+        ...
+
+
+class _ResidentReader:
+    """All images are on the device already: a step's are one indexing operation."""
+
+    def __init__(self, data: ClassData):
+        self.data = data
+
+    def bring(self, step: int) -> None:
+        """They are there."""
+
+    def take(self, index: Tensor, classes: Tensor) -> Tensor:
+        return self.data.take(index, classes)
 
 
 class ClassData:
@@ -29,7 +57,7 @@ class ClassData:
             raise M3DError(f"images must be uint8 [N, ch, h, w], got {images.dtype} {list(images.shape)}")
         if int(count.sum()) != len(images):
             raise M3DError(f"{len(images)} images but class counts that sum to {int(count.sum())}")
-        self.images = images
+        self._images = images
         self.count = count
         self.start = torch.cumsum(count, 0) - count  # [C]
 
@@ -49,6 +77,11 @@ class ClassData:
         order = np.argsort(labels, kind="stable")
         pixels = np.ascontiguousarray(images[order].transpose(0, 3, 1, 2))
         return cls(torch.from_numpy(pixels), torch.from_numpy(count.astype(np.int64)))
+
+    @property
+    def images(self) -> Tensor:
+        """[N, ch, h, w] uint8."""
+        return self._images
 
     def __len__(self) -> int:
         return len(self.images)
@@ -88,6 +121,17 @@ class ClassData:
         lanes = torch.arange(self.classes, device=steps.device)
         return rng.shuffled(seed, purpose, position, lanes, self.count)
 
+    def reader(self, seed: int, n: int, purpose: rng.Purpose = rng.Purpose.REAL) -> Reader:
+        """Reads the deck of ``n`` images per class and step of :meth:`deck`."""
+        return _ResidentReader(self)
+
+    def part(self, index: Tensor, count: Tensor) -> ClassData:
+        """The images number ``index`` [M] of these, sorted by class, ``count`` [C] of each class."""
+        return ClassData(self.images[index], count)
+
+    def statistics(self) -> Statistics:
+        return channel_statistics(self.images)
+
     def split(self, fraction: float, seed: int) -> tuple[ClassData, ClassData]:
         """(rest, held out): a stratified part of ``fraction`` of every class, at least one image each side."""
         held = (self.count * fraction).round().long().clamp(min=1)
@@ -104,10 +148,7 @@ class ClassData:
             away.append(order[: held[c]].sort().values)
             keep.append(order[held[c] :].sort().values)
         index = [torch.cat(part).to(self.device) for part in (keep, away)]
-        return (
-            ClassData(self.images[index[0]], self.count - held),
-            ClassData(self.images[index[1]], held),
-        )
+        return self.part(index[0], self.count - held), self.part(index[1], held)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -131,6 +172,7 @@ class Dataset:
     val: ClassData | None = None  # the held-out part of the training data, if one was asked for
     recipe: Mapping[str, Any] = field(default_factory=dict)  # arguments that load this dataset again
     zca: Zca | None = None  # the whitening that follows standardisation, if one was asked for
+    resident: str = "auto"  # whether the device of a run holds all training images: yes, no, or if they fit
 
     @property
     def classes(self) -> int:
@@ -151,8 +193,11 @@ class Dataset:
         return Normalise(self.mean, self.std, None if self.zca is None else self.zca.on(device), device)
 
     def to(self, device: torch.device | str) -> Dataset:
+        from m3d.data.streamed import placed  # which extends ClassData
+
         val = None if self.val is None else self.val.to(device)
-        return replace(self, train=self.train.to(device), test=self.test.to(device), val=val)
+        train = placed(self.train, device, self.resident)
+        return replace(self, train=train, test=self.test.to(device), val=val)
 
     def hold_out(self, fraction: float, seed: int) -> Dataset:
         """The same dataset with a stratified ``fraction`` of the training data moved to ``val``; 0 changes nothing."""
@@ -164,15 +209,18 @@ class Dataset:
         return replace(self, train=rest, val=held)
 
 
-def channel_statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation of each channel of ``images`` [N, ch, h, w] uint8, as pixels in [0, 1]."""
-    n = 0
-    total, square = torch.zeros(2, images.shape[1], dtype=torch.float64)
-    for chunk in torch.split(images, 4096):  # a chunk at a time: a float64 copy of a large dataset would not fit
-        pixels = chunk.double() / 255
-        n += pixels.shape[0] * pixels.shape[2] * pixels.shape[3]
-        total += pixels.sum((0, 2, 3)).cpu()
-        square += pixels.square().sum((0, 2, 3)).cpu()
-    mean = total / n
-    std = (square / n - mean.square()).clamp(min=1e-6).sqrt()
+def channel_statistics(images: Tensor | Iterable[Tensor]) -> Statistics:
+    """Mean and standard deviation of each channel of ``images`` [N, ch, h, w] uint8, as pixels in [0, 1].
+
+    Sums of whole numbers are exact, so images that come some at a time have the statistics of all at once.
+    """
+    n, total, square = 0, torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    for part in (images,) if isinstance(images, Tensor) else images:
+        for chunk in torch.split(part, max(1, _VALUES // part[0].numel())):
+            pixels = chunk.int()
+            n += pixels.shape[0] * pixels.shape[2] * pixels.shape[3]
+            total = total + pixels.sum((0, 2, 3)).cpu()
+            square = square + pixels.square().sum((0, 2, 3)).cpu()
+    mean = total.double() / n / 255
+    std = (square.double() / n / 255**2 - mean.square()).clamp(min=1e-6).sqrt()
     return tuple(mean.tolist()), tuple(std.tolist())

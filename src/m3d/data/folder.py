@@ -1,52 +1,90 @@
-"""Image folders: ``root/{train,test}/class/*.png``, or any other format, as images of one size and one colour mode."""
+"""Image folders: ``root/{train,test}/class/*.png``, or any other format, listed without opening a file."""
 
 from __future__ import annotations
 
+import hashlib
 import os
-import struct
-import zlib
+import unicodedata
+from array import array
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
-import torch
-from PIL import Image, ImageOps
+from PIL import Image
 
 from m3d.data.classes import ClassData
+from m3d.data.ingest import Handling, read
+from m3d.decode import Encoded, fit
 from m3d.errors import M3DError
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 _TEST_FOLDERS = ("test", "val", "valid", "validation")  # the first that exists is the test split
 _LAYOUT = "expected: train/CLASS/*.png and test/CLASS/*.png (or val, valid, validation; any image format)"
-# What Pillow raises for a damaged image depends on the format.
-_UNREADABLE = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, Image.DecompressionBombError)
+
+
+class FolderFiles:
+    """The image files of a split, sorted by class and name: a million of them are a few arrays, not a million objects.
+
+    Links to files and class folders are followed; links to folders within a class are not, so there can be no loop.
+    """
+
+    def __init__(self, root: Path, classes: Sequence[str]):
+        self.root, self.class_names = root, tuple(classes)
+        self._names = bytearray()  # relative to root, one after the other
+        ends, counts, stamps = array("q", [0]), array("q"), array("q")
+        for name in classes:
+            before = len(ends)
+            for file, size, changed in _image_files(root / name):
+                self._names += os.fsencode(f"{name}/{file}")
+                ends.append(len(self._names))
+                stamps.extend((size, changed))
+            counts.append(len(ends) - before)
+            if not counts[-1]:
+                kinds = ", ".join(suffix[1:] for suffix in SUFFIXES)
+                raise M3DError(f"{root / name}: class {name!r} has no image; every class needs at least one ({kinds})")
+        self._ends = np.frombuffer(ends, np.int64)  # [N + 1]
+        self.count = np.frombuffer(counts, np.int64)  # [C]
+        self._stamps = np.frombuffer(stamps, np.int64)  # [2 N]: size and time of change of every file
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    def name(self, index: int) -> str:
+        return str(self.root / os.fsdecode(bytes(self._names[self._ends[index] : self._ends[index + 1]])))
+
+    def encoded(self, first: int, last: int) -> Sequence[Encoded]:
+        return [self.name(index) for index in range(first, last)]
+
+    def key(self) -> str:
+        """Digest of place, names, sizes and times of change: equal as long as nobody touched the files."""
+        head = repr((str(self.root), self.class_names, self.count.tolist()))
+        digest = hashlib.sha256(head.encode("utf-8", "surrogateescape"))
+        digest.update(self._names)
+        for part in (self._ends, self._stamps):
+            digest.update(part.data)
+        return digest.hexdigest()
 
 
 def read_folder(
-    root: Path, size: int | None, classes: Sequence[str] | None = None
+    root: Path, size: int | None, classes: Sequence[str] | None = None, handling: Handling | None = None
 ) -> tuple[ClassData, ClassData, tuple[str, ...]]:
     """(train, test, class names) of an image folder; class names are the sorted names of the folders in ``train``.
 
     With ``classes`` only those folders are read, in that order; the others are not even listed.
-    Images have one channel if all training images are greyscale, else three. Transparent pixels are shown on white;
-    EXIF rotation is applied. With ``size``, the shorter side is resized to it (bicubic, antialiased) and the centre
-    is cropped.
+    Images have one channel if all training images are greyscale, else three; see :func:`m3d.decode.decode`.
     """
     first = classes[0] if classes else ""  # a folder without it, as ILSVRC's unlabelled test, is not the test split
     test_root = next((root / name for name in _TEST_FOLDERS if (root / name / first).is_dir()), None)
     if not (root / "train").is_dir() or test_root is None:
         missing = "train" if test_root is not None else "test" if (root / "train").is_dir() else "train or test"
         raise M3DError(f"{root}: has no {missing} folder; {_LAYOUT}")
-    train, test = _list_classes(root / "train", classes), _list_classes(test_root, classes)
-    if train.keys() != test.keys():
-        missing = ", ".join(sorted(train.keys() - test.keys())) or "none"
-        extra = ", ".join(sorted(test.keys() - train.keys())) or "none"
+    names, test_names = _class_names(root / "train", classes), _class_names(test_root, classes)
+    if set(names) != set(test_names):
+        missing = ", ".join(sorted(set(names) - set(test_names))) or "none"
+        extra = ", ".join(sorted(set(test_names) - set(names))) or "none"
         raise M3DError(f"{test_root}: must have the classes of train; missing: {missing}; not in train: {extra}")
-    files = [path for paths in train.values() for path in paths]
-    grey = all(_is_grey(path) for path in files)
-    model = files[0]  # every image must have the size of this one
-    return _load(train, model, grey, size), _load(test, model, grey, size), tuple(train)
+    train, test = read(FolderFiles(root / "train", names), FolderFiles(test_root, names), size, handling or Handling())
+    return train, test, names
 
 
 def resize(images: np.ndarray, size: int) -> np.ndarray:
@@ -56,99 +94,61 @@ def resize(images: np.ndarray, size: int) -> np.ndarray:
     grey = images.shape[3] == 1
     result = np.empty((len(images), size, size, images.shape[3]), np.uint8)
     for index, pixels in enumerate(images):
-        fitted = np.asarray(_fit(Image.fromarray(np.ascontiguousarray(pixels[..., 0] if grey else pixels)), size))
+        fitted = np.asarray(fit(Image.fromarray(np.ascontiguousarray(pixels[..., 0] if grey else pixels)), size))
         result[index] = fitted[..., None] if grey else fitted
     return result
 
 
-def _list_classes(split: Path, wanted: Sequence[str] | None) -> dict[str, list[Path]]:
-    """The image files of every class of a split, both in sorted order; hidden files and other kinds are ignored."""
+def _class_names(split: Path, wanted: Sequence[str] | None) -> tuple[str, ...]:
+    """The names of the class folders of a split in sorted order, or those of ``wanted`` that are there."""
     if wanted is None:
-        folders = sorted(path for path in split.iterdir() if path.is_dir() and not path.name.startswith("."))
+        names = sorted(path.name for path in split.iterdir() if not path.name.startswith(".") and _is_folder(path))
     else:
-        folders = [path for name in wanted if (path := split / name).is_dir()]
-    if not folders:
+        names = [name for name in wanted if (split / name).is_dir()]
+    if not names:
         raise M3DError(f"{split}: has no class folders; {_LAYOUT}")
-    classes = {folder.name: sorted(path for path in folder.rglob("*") if _is_image(path, folder)) for folder in folders}
-    for name, paths in classes.items():
-        if not paths:
-            kinds = ", ".join(suffix[1:] for suffix in SUFFIXES)
-            raise M3DError(f"{split / name}: class {name!r} has no image; every class needs at least one ({kinds})")
-    return classes
+    seen: dict[str, str] = {}
+    for name in names:
+        # One class written in two ways; and a file system that ignores case would hold only one of them.
+        other = seen.setdefault(unicodedata.normalize("NFC", name).casefold(), name)
+        if other != name:
+            raise M3DError(f"{split}: the class folders {other!r} and {name!r} differ only in case; merge them")
+    for name in names:
+        if split.resolve().is_relative_to((split / name).resolve()):
+            raise M3DError(f"{split / name}: this link leads back to a folder that holds it; remove it")
+    return tuple(names)
 
 
-def _is_image(path: Path, folder: Path) -> bool:
-    """Whether a path below a class folder is an image file, neither hidden nor in a hidden folder."""
-    hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
-    return not hidden and path.suffix.lower() in SUFFIXES and path.is_file()
+def _is_folder(path: Path) -> bool:
+    """Whether this is a folder, or a link to one; a link that leads nowhere is an error."""
+    if path.is_symlink() and not path.exists():
+        raise M3DError(f"{path}: is a link that leads nowhere; repair or remove it")
+    return path.is_dir()
 
 
-def _load(classes: dict[str, list[Path]], model: Path, grey: bool, size: int | None) -> ClassData:
-    """All images of a split, decoded by several threads straight into the array that is kept."""
-    files = [path for paths in classes.values() for path in paths]
-    shape = _decode(model, grey, size).shape
-    images = np.empty((len(files), *shape), np.uint8)  # [N, ch, h, w]
-
-    def place(index: int) -> None:
-        """Decode one image into its place."""
-        pixels = _decode(files[index], grey, size)
-        if pixels.shape != shape:
-            raise M3DError(
-                f"images differ in size: {model} is {shape[2]}×{shape[1]}, {files[index]} is "
-                f"{pixels.shape[2]}×{pixels.shape[1]}; bring them to one size with --size N"
-            )
-        images[index] = pixels
-
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # Pillow decodes outside Python's lock
-        for _ in pool.map(place, range(len(files))):
-            pass  # in order, so that of several bad images the first is named
-    return ClassData(torch.from_numpy(images), torch.tensor([len(paths) for paths in classes.values()]))
+def _image_files(folder: Path) -> list[tuple[str, int, int]]:
+    """(path relative to ``folder``, size, time of change) of every image file, sorted; hidden ones are ignored."""
+    found, inside = [], [""]
+    while inside:
+        prefix = inside.pop()
+        with os.scandir(folder / prefix) as entries:
+            for entry in entries:
+                if entry.name.startswith("."):
+                    continue
+                if entry.is_dir(follow_symlinks=False):
+                    inside.append(f"{prefix}{entry.name}/")
+                elif entry.name.lower().endswith(SUFFIXES) and (stamp := _stamp(entry)) is not None:
+                    found.append((f"{prefix}{entry.name}", *stamp))
+    found.sort(key=lambda file: file[0].split("/"))
+    return found
 
 
-def _is_grey(path: Path) -> bool:
-    """Whether an image has no colours, from its header alone; one with a palette counts as coloured."""
+def _stamp(entry: os.DirEntry[str]) -> tuple[int, int] | None:
+    """(size, time of change) of a file; None for what is none. A link that leads nowhere is a bad image."""
     try:
-        with Image.open(path) as image:
-            return image.mode in ("1", "L", "LA", "La") or image.mode.startswith("I")
-    except _UNREADABLE as error:
-        raise _unreadable(path, error) from error
-
-
-def _decode(path: Path, grey: bool, size: int | None) -> np.ndarray:
-    """An image file as [ch, h, w] uint8."""
-    try:
-        with Image.open(path) as file:
-            image = _flatten(ImageOps.exif_transpose(file), "L" if grey else "RGB")
-    except _UNREADABLE as error:
-        raise _unreadable(path, error) from error
-    pixels = np.asarray(image if size is None else _fit(image, size))
-    return pixels[None] if grey else pixels.transpose(2, 0, 1)
-
-
-def _flatten(image: Image.Image, mode: str) -> Image.Image:
-    """Any image as 8-bit ``mode``, without transparency: it is shown on white, as on a page."""
-    if image.mode == "F":
-        raise ValueError("pixels are 32-bit floats; allowed: 8 or 16 bits a channel")
-    if image.mode.startswith("I"):  # 16 bits, which Pillow may hold in 32
-        values = np.asarray(image).astype(np.int64)
-        if values.min() < 0 or values.max() > 65535:
-            raise ValueError(f"pixels run from {values.min()} to {values.max()}; allowed: 8 or 16 bits a channel")
-        image = Image.fromarray(((values + 128) // 257).astype(np.uint8))
-    if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
-        image = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
-    return image.convert(mode)
-
-
-def _fit(image: Image.Image, size: int) -> Image.Image:
-    """The centre ``size``×``size`` of an image whose shorter side is first resized to ``size``."""
-    short = min(image.size)
-    width, height = (max(size, side * size // short) for side in image.size)
-    image = image.resize((width, height), Image.Resampling.BICUBIC)
-    left, top = round((width - size) / 2), round((height - size) / 2)
-    return image.crop((left, top, left + size, top + size))
-
-
-def _unreadable(path: Path, error: BaseException) -> M3DError:
-    """The error for a file that is no image, or a damaged one."""
-    return M3DError(f"{path}: cannot be read as an image ({error})")
+        if not entry.is_file():
+            return (-1, 0) if entry.is_symlink() and not Path(entry.path).exists() else None
+        status = entry.stat()
+    except OSError:  # a link to itself
+        return -1, 0
+    return status.st_size, status.st_mtime_ns

@@ -1,16 +1,18 @@
-"""From a name or a path to a ``Dataset``: named datasets, image folders and .npz files."""
+"""From a name or a path to a ``Dataset``: named datasets, image folders, .npz files and Hugging Face datasets."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from m3d.data import folder, imagenet, official, readers
-from m3d.data.classes import ClassData, Dataset, channel_statistics
+from m3d.data import folder, hub, imagenet, official, readers
+from m3d.data.classes import ClassData, Dataset
+from m3d.data.ingest import Handling
 from m3d.data.official import Record
 from m3d.data.readers import Arrays
 from m3d.errors import M3DError, unknown
@@ -26,8 +28,11 @@ def load_data(
     split_seed: int = 0,
     zca: bool = False,
     download: bool = True,
+    on_bad_image: str = "error",
+    resident: str = "auto",
+    progress: Callable[[int, int], None] | None = None,
 ) -> Dataset:
-    """The dataset of that name, or the one in that image folder or .npz file.
+    """The dataset of that name, or the one in that image folder or .npz file, or ``hf:NAME`` of Hugging Face.
 
     A name wins over a file of that name (write ``./cifar10`` for the file); a ``Path`` is always a path. The files of a
     named dataset are looked for below ``data_root`` (or ``$M3D_DATA``, or ``~/.cache/m3d``) and, if they are not
@@ -35,31 +40,46 @@ def load_data(
     Mean and deviation are those of the whole training split, whether or not a part of it is then held out for
     validation. With ``zca`` networks see images whitened by that split's covariance (:class:`m3d.normalise.Zca`);
     pixels stay as they are.
+
+    Encoded images that cannot be read are an error, or left out and named in a report (``on_bad_image="skip"``). Those
+    that would fill the memory are decoded into a file once and stay on the disk (``resident``: auto, yes or no);
+    ``progress(done, all)`` is called meanwhile.
     """
+    handling = Handling(on_bad_image, resident, progress)
     if size is not None and size < 1:
         raise M3DError(f"size={size} is not valid; allowed: 1 or more")
     record = official.find(source) if isinstance(source, str) else None
     subset = imagenet.find(source) if isinstance(source, str) else None
     name = record.name if record else subset
-    recipe: dict[str, Any] = {"source": name or str(_existing(source))}
+    from_hub = isinstance(source, str) and source.startswith(hub.PREFIX)
+    recipe: dict[str, Any] = {"source": name or (str(source) if from_hub else str(_existing(source)))}
     if name and data_root is not None:
         recipe["data_root"] = str(Path(data_root).expanduser().resolve())
     if size is not None:
         recipe["size"] = size
     if val_fraction:
         recipe |= {"val_fraction": val_fraction, "split_seed": split_seed}
+    recipe |= {k: v for k, v, usual in _choices(handling) if v != usual}
     root = Path(data_root or os.environ.get("M3D_DATA") or "~/.cache/m3d").expanduser()
     if subset:
-        dataset = _from_imagenet(subset, root, size, recipe)
+        dataset = _from_imagenet(subset, root, size, recipe, handling)
     elif record:
         arrays = official.read(record, root, download=download)
         dataset = _from_arrays(arrays, record, record.name, size, recipe)
+    elif from_hub:
+        dataset = _from_hub(recipe["source"], size, recipe, handling)
     else:
-        dataset = _from_path(Path(recipe["source"]), size, recipe)
+        dataset = _from_path(Path(recipe["source"]), size, recipe, handling)
+    dataset = replace(dataset, resident=resident)
     if zca:
         whitening = Zca(dataset.train.images, dataset.mean, dataset.std)
         dataset = replace(dataset, zca=whitening, recipe={**recipe, "zca": True})
     return dataset.hold_out(val_fraction, split_seed)
+
+
+def _choices(handling: Handling) -> list[tuple[str, str, str]]:
+    """(name, value, default) of the choices that load the same data again."""
+    return [("on_bad_image", handling.on_bad_image, "error"), ("resident", handling.resident, "auto")]
 
 
 def dataset_names() -> list[str]:
@@ -80,18 +100,27 @@ def _existing(source: str | Path) -> Path:
     raise M3DError(f"{path}: no such file or folder; a dataset name is one of {', '.join(dataset_names())}")
 
 
-def _from_imagenet(name: str, root: Path, size: int | None, recipe: dict[str, Any]) -> Dataset:
+def _from_imagenet(name: str, root: Path, size: int | None, recipe: dict[str, Any], handling: Handling) -> Dataset:
     """A subset of ImageNet, with ImageNet's own statistics."""
     where = imagenet.root_of(name, root)
-    train, test, names = folder.read_folder(where, size or imagenet.SIDE, imagenet.subsets()[name])
+    train, test, names = folder.read_folder(where, size or imagenet.SIDE, imagenet.subsets()[name], handling)
     return Dataset(name, train, test, names, imagenet.MEAN, imagenet.STD, recipe=recipe)
 
 
-def _from_path(path: Path, size: int | None, recipe: dict[str, Any]) -> Dataset:
+def _from_hub(source: str, size: int | None, recipe: dict[str, Any], handling: Handling) -> Dataset:
+    """A Hugging Face dataset, from the hub or from a folder that ``save_to_disk`` wrote."""
+    train, test, names = hub.read_hub(source, size, handling)
+    mean, std = train.statistics()
+    return Dataset(Path(source.removeprefix(hub.PREFIX)).name, train, test, names, mean, std, recipe=recipe)
+
+
+def _from_path(path: Path, size: int | None, recipe: dict[str, Any], handling: Handling) -> Dataset:
     """The dataset in an image folder or an .npz file."""
+    if hub.is_saved(path):
+        return _from_hub(str(path), size, recipe, handling)
     if path.is_dir():
-        train, test, names = folder.read_folder(path, size)
-        mean, std = channel_statistics(train.images)
+        train, test, names = folder.read_folder(path, size, handling=handling)
+        mean, std = train.statistics()
         return Dataset(path.name, train, test, names, mean, std, recipe=recipe)
     if path.suffix.lower() != ".npz":
         raise M3DError(f"{path}: is neither a folder of images nor an .npz file")
@@ -104,7 +133,7 @@ def _from_arrays(
 ) -> Dataset:
     """A dataset of arrays, with the class names and statistics of its record where it has one."""
     where = where or name
-    names = arrays.class_names or (record.class_names if record else _numbered(arrays.y_train))
+    names = arrays.class_names or (record.class_names if record else _numbered(arrays.y_train, f"{where}: train"))
     channels = arrays.x_train.shape[3]
     if record and (len(names), channels) != (len(record.class_names), record.channels):
         raise M3DError(
@@ -113,7 +142,7 @@ def _from_arrays(
         )
     train = _sorted(arrays.x_train, arrays.y_train, names, size, f"{where}: train")
     test = _sorted(arrays.x_test, arrays.y_test, names, size, f"{where}: test")
-    mean, std = (record.mean, record.std) if record and record.mean else channel_statistics(train.images)
+    mean, std = (record.mean, record.std) if record and record.mean else train.statistics()
     return Dataset(name, train, test, names, mean, std, mirror=record.mirror if record else True, recipe=recipe)
 
 
@@ -122,6 +151,12 @@ def _sorted(x: np.ndarray, y: np.ndarray, names: tuple[str, ...], size: int | No
     return ClassData.from_labels(x if size is None else folder.resize(x, size), y, names, split)
 
 
-def _numbered(labels: np.ndarray) -> tuple[str, ...]:
+def _numbered(labels: np.ndarray, split: str) -> tuple[str, ...]:
     """Class names for a file that has none: 0, 1, 2, ..."""
-    return tuple(map(str, range(int(labels.max()) + 1))) if len(labels) else ()
+    if not len(labels):
+        return ()
+    missing = np.flatnonzero(np.bincount(labels) == 0)
+    if len(missing):
+        shown = ", ".join(map(str, missing[:10])) + (" ..." if len(missing) > 10 else "")
+        raise M3DError(f"{split}: no image has the labels {shown}; allowed: 0 to {labels.max()} without gaps")
+    return tuple(map(str, range(int(labels.max()) + 1)))
