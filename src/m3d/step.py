@@ -21,6 +21,7 @@ from m3d.nets.flat import FlatNet
 from m3d.players import LivePlayer, Player
 from m3d.pools import World
 from m3d.runtime import Runtime, pick
+from m3d.shards import Shard
 from m3d.synth import Synthetic
 from m3d.types import Batch, Eyes, Reading
 
@@ -31,17 +32,28 @@ _CPU_MAPS = 2**26  # bytes
 class Step(nn.Module):
     """The tensors of a run and one step over them."""
 
-    def __init__(self, method: Method, data: Dataset, net: FlatNet, pixels: Tensor, seed: int, runtime: Runtime):
+    def __init__(
+        self,
+        method: Method,
+        data: Dataset,
+        net: FlatNet,
+        pixels: Tensor,
+        seed: int,
+        runtime: Runtime,
+        shard: Shard | None = None,
+    ):
+        """``pixels`` [own classes, ipc, ch, h, w] of the shard, which is all classes unless another one is given."""
         super().__init__()
         assert method.matching is not None
         matching = method.matching
         self.matching, self.data, self.net, self.seed, self.runtime = matching, data, net, seed, runtime
-        device, classes = data.train.device, data.classes
+        self.shard = shard or Shard(range(data.classes))
+        device, classes = data.train.device, len(self.shard.mine)
         self.synthetic = Synthetic(pixels, method.tiles, data.normalise(), matching.standardised)
         # The record itself is never changed: parts that may learn are copied.
         self.objective = copy.deepcopy(matching.objective).to(device)
         self.probe = _on(copy.deepcopy(matching.probe), device)
-        self.pool = matching.pool.start(World(net, data, self.synthetic, seed, runtime))
+        self.pool = matching.pool.start(World(net, data, self.synthetic, seed, runtime, self.shard))
         self.learned: list[Tensor] = [self.synthetic.latent]
         self.players: list[LivePlayer] = [matching.player.start(self.synthetic.latent)]
         for part in (self.objective, self.probe):
@@ -50,7 +62,7 @@ class Step(nn.Module):
         decoded = pixels.shape[1] * method.tiles.cells
         self.subset = min(matching.batch_syn_max, decoded)
         self.decoded = decoded
-        self.lanes = torch.arange(classes, device=device)
+        self.lanes = torch.arange(self.shard.mine.start, self.shard.mine.stop, device=device)  # own classes by number
         # Draws of a block of steps, and the losses it leaves; ``slot`` says which step of the block is next.
         self.slot = torch.zeros(1, dtype=torch.long, device=device)
         self.real_index = torch.zeros(BLOCK, classes, matching.batch_real, dtype=torch.long, device=device)
@@ -58,7 +70,8 @@ class Step(nn.Module):
         self.uniforms = torch.zeros(BLOCK, classes, UNIFORMS, device=device)
         self.losses = torch.zeros(BLOCK, classes, device=device)
         self.together = self.objective.across_classes or net.mixes_images  # whether classes must go through at once
-        self.chunk = classes if self.together else _classes_at_once(data, matching.batch_real)
+        at_once = self.shard.at_once or _classes_at_once(data, matching.batch_real)
+        self.chunk = classes if self.together else min(classes, at_once)
         loss = torch.compile(self.loss, dynamic=False) if runtime.compiles(matching.steps) else self.loss
         self._loss: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = loss
 
@@ -80,7 +93,7 @@ class Step(nn.Module):
         """Draw everything the block that ``step`` lies in needs, and point at ``step``."""
         first = step - step % BLOCK
         steps = torch.arange(first, first + BLOCK, device=self.lanes.device)
-        self.real_index.copy_(self.data.train.deck(self.seed, steps, self.matching.batch_real))
+        self.real_index.copy_(self.data.train.deck(self.seed, steps, self.matching.batch_real, classes=self.lanes))
         self.uniforms.copy_(rng.uniform(self.seed, rng.Purpose.AUGMENT, steps, self.lanes, UNIFORMS))
         if self.subset < self.decoded:
             order = rng.permutation(self.seed, rng.Purpose.SYNTHETIC, steps, self.lanes, self.decoded)
@@ -92,7 +105,7 @@ class Step(nn.Module):
         matching, eyes = self.matching, self.pool.eyes()
         parameters = matching.augment.parameters(uniforms, self.data.shape[1:])
         goal = self._goal(eyes, classes, real_index, parameters) if eyes.goal is None else eyes.goal
-        images = self.synthetic(classes)
+        images = self.synthetic(classes - self.shard.mine.start)
         if self.subset < self.decoded:
             images = images[torch.arange(len(classes), device=classes.device)[:, None], syn_index]
         batch = _batch(matching.augment.apply(images, parameters), classes)
@@ -108,6 +121,15 @@ class Step(nn.Module):
         batch = _batch(self.matching.augment.apply(real, parameters), classes)
         reading: Reading = self.probe(self.net, eyes, batch, self.runtime.dtype)
         return reading
+
+    def whole_state(self) -> dict[str, Tensor]:
+        """The state of the whole run, whatever processes hold it: what a checkpoint keeps. Every process must ask."""
+        state: dict[str, Tensor] = self.state_dict()
+        return {k: self.shard.whole(v.detach()) if _class_major(k, v) else v for k, v in state.items()}
+
+    def load_whole_state(self, state: dict[str, Tensor]) -> None:
+        """Take this process's part of a :meth:`whole_state`."""
+        self.load_state_dict({k: v[self.shard.rows] if _class_major(k, v) else v for k, v in state.items()})
 
     def advance(self) -> None:
         """One step: loss, gradient, move, clamp. Nothing here waits for the host.
@@ -128,6 +150,11 @@ class Step(nn.Module):
         self.slot.add_(1)
 
 
+def _class_major(name: str, value: Tensor) -> bool:
+    """Whether an entry of the state has a row per class: the images, and what the player that moves them keeps."""
+    return name.startswith(("synthetic.", "_players.0.")) and value.ndim > 0
+
+
 def _on(part: Any, device: torch.device) -> Any:
     return part.to(device) if isinstance(part, nn.Module) else part
 
@@ -141,4 +168,4 @@ def _classes_at_once(data: Dataset, batch_real: int) -> int:
     if data.train.device.type != "cpu":
         return data.classes
     maps = batch_real * data.shape[1] * data.shape[2] * 128 * 4
-    return min(data.classes, max(1, _CPU_MAPS // maps))
+    return max(1, _CPU_MAPS // maps)
