@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -19,6 +20,8 @@ from itertools import count, pairwise
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from m3d.errors import M3DError
 from m3d.runtime import Runtime
@@ -81,7 +84,7 @@ class Ranks:
         if ours:
             backend = "cpu:gloo,cuda:nccl" if runtime.device.type == "cuda" else "gloo"
             with self._company():
-                store = dist.PrefixStore(f"m3d-{next(_runs)}", _store())
+                store = PrefixStore(f"m3d-{next(_runs)}", _store())
                 dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world, timeout=_PATIENCE)
         try:
             number = int(hashlib.sha256(run.encode()).hexdigest()[:12], 16)  # 48 bits, exact in a float64
@@ -138,7 +141,9 @@ class Ranks:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            reason = str(error).strip().splitlines()[0]
+            reason = (
+                re.sub(r"^\[[^]]*\] *", "", str(error).strip()).splitlines()[0].split(". ")[0]
+            )  # no place in a source
             raise M3DError(
                 f"process {self.rank} of {self.world}: another process of this run has stopped or cannot be reached "
                 f"({reason}); a run with a checkpoint goes on by --resume, with any number of processes"
@@ -149,9 +154,9 @@ _runs = count()  # runs of one process one after the other, the same number in a
 
 
 @cache
-def _store() -> dist.Store:
+def _store() -> Store:
     """Where processes first find each other: the address that torchrun gave them."""
-    store, _, _ = next(iter(dist.rendezvous("env://", timeout=_PATIENCE)))
+    store: Store = next(iter(rendezvous("env://", timeout=_PATIENCE)))[0]
     return store
 
 
