@@ -141,9 +141,8 @@ class Ranks:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            reason = (
-                re.sub(r"^\[[^]]*\] *", "", str(error).strip()).splitlines()[0].split(". ")[0]
-            )  # no place in a source
+            # Its first sentence, without the place in gloo's source that it begins with.
+            reason = re.sub(r"^\[[^]]*\] *", "", str(error).strip()).splitlines()[0].split(". ")[0]
             raise M3DError(
                 f"process {self.rank} of {self.world}: another process of this run has stopped or cannot be reached "
                 f"({reason}); a run with a checkpoint goes on by --resume, with any number of processes"
