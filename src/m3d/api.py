@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,7 @@ from m3d.ranking import Ranking
 from m3d.ranking import rank as rank_set
 from m3d.registry import canonical
 from m3d.runtime import Runtime
+from m3d.shards import Ranks, Shard, split
 from m3d.store import CondensedSet, RunFolder
 from m3d.teachers import Teachers
 from m3d.teachers import relabel as relabel_set
@@ -43,6 +47,8 @@ def condense(
     deterministic: bool = False,
     step_mode: str = "auto",
     checkpoint_seconds: float = 60.0,
+    subtasks: int = 1,
+    classes_at_once: int | None = None,
     eval_every: int = 0,
     eval_options: Mapping[str, Any] | None = None,
     load_options: Mapping[str, Any] | None = None,
@@ -52,7 +58,8 @@ def condense(
     """Condense ``data`` to ``ipc`` images per class; ``options`` are the method's own (``m3d list methods NAME``).
 
     Without ``net`` images are matched through the method's own network. With ``out`` the run is kept in that folder:
-    checkpoints, history, and the condensed set at the end.
+    checkpoints, history, and the condensed set at the end. Started by ``torchrun``, several processes share the
+    classes; with ``subtasks`` groups of classes are condensed one after the other.
     """
     request: dict[str, Any] = {
         "ipc": ipc,
@@ -65,6 +72,8 @@ def condense(
         "deterministic": deterministic,
         "step_mode": step_mode,
         "checkpoint_seconds": checkpoint_seconds,
+        "subtasks": subtasks,
+        "classes_at_once": classes_at_once,
         "eval_every": eval_every,
         "eval_options": dict(eval_options or {}),
     }
@@ -74,10 +83,20 @@ def condense(
     # what was left to choose is written down: a resumed run keeps it
     request |= {"net": run.net, "device": str(run.runtime.device), "precision": run.runtime.precision}
     folder = RunFolder(out) if out is not None else None
-    if folder is not None:
-        machine = run.runtime.describe()
-        folder.begin({**request, "fingerprint": dataset.train.fingerprint, "machine": machine}, overwrite)
-    return run.go(folder, report)
+    with run.together():
+        if folder is not None and run.ranks.leads and not (run.ranks.restarts and _same_run(folder, request)):
+            machine = run.runtime.describe()
+            folder.begin({**request, "fingerprint": dataset.train.fingerprint, "machine": machine}, overwrite)
+        run.ranks.meet()
+        return run.go(folder, report)
+
+
+def _same_run(folder: RunFolder, request: Mapping[str, Any]) -> bool:
+    """Whether the folder holds just this run, begun before torchrun started the processes anew."""
+    if not (folder / RunFolder.RUN).exists():
+        return False
+    begun, asked = folder.request(), json.loads(json.dumps(dict(request)))
+    return all(begun.get(key) == value for key, value in asked.items())
 
 
 def resume(
@@ -99,7 +118,8 @@ def resume(
         raise M3DError(f"{str(folder / RunFolder.RUN)!r} is incomplete: {error}") from error
     if dataset.train.fingerprint != expected:
         raise M3DError(f"the data of {str(folder.path)!r} have changed since the run began; it cannot be continued")
-    return prepared.go(folder, report)
+    with prepared.together():
+        return prepared.go(folder, report)
 
 
 class _Prepared:
@@ -110,14 +130,55 @@ class _Prepared:
     ):
         self.request, self.data, self.method, self.options, self.runtime = request, data, method, options, runtime
         self.net: str = method.network if request["net"] is None else request["net"]
+        self.ranks = Ranks.from_environment()
+        # Runs that were begun before there were such options have neither.
+        self.shards = [
+            Shard(classes, self.ranks, request.get("classes_at_once"))
+            for classes in split(range(data.classes), request.get("subtasks", 1))
+        ]
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """On this process's own device, in company of the other processes of the run."""
+        self.runtime = self.ranks.place(self.runtime)
+        with self.ranks.together(self.runtime, json.dumps([self.request, self.data.train.fingerprint], default=str)):
+            yield
 
     def go(self, folder: RunFolder | None, report: Callable[[Progress], None] | None) -> CondensedSet:
         request, runtime = self.request, self.runtime
         on_device = self.data.to(runtime.device)
         net = FlatNet(make_net(self.net, self.data.shape, self.data.classes), runtime.device)
-        watch = Watch(report, folder, request["checkpoint_seconds"], self._judge, request["eval_every"])
-        outcome = run_engine(self.method, on_device, net, request["ipc"], request["seed"], runtime, watch)
+        outcomes = []
+        for number, shard in enumerate(self.shards):
+            watch = self._watch(number, folder, report)
+            outcomes.append(
+                run_engine(self.method, on_device, net, request["ipc"], request["seed"], runtime, watch, shard)
+            )
+        outcome = Outcome.joined(outcomes)
         result = self._set(outcome.pixels, outcome, self.method.steps, outcome.learned)
+        if self.ranks.leads:
+            self._keep(folder, result, outcome)
+        self.ranks.meet()
+        return result
+
+    def _watch(self, number: int, folder: RunFolder | None, report: Callable[[Progress], None] | None) -> Watch:
+        """What happens beside the loop of sub-task ``number``; a run that is not split is its own only one."""
+        parts = len(self.shards)
+        report = report if self.ranks.leads else None
+        every, judge_every = self.request["checkpoint_seconds"], self.request["eval_every"]
+        if parts == 1:
+            return Watch(report, folder, every, self._judge, judge_every)
+
+        def counted(progress: Progress) -> None:
+            assert report is not None
+            done = number * progress.steps
+            report(replace(progress, step=done + progress.step, steps=parts * progress.steps))
+
+        own = None if folder is None else folder.subtask(number, parts)
+        return Watch(None if report is None else counted, own, every, keep_end=True)
+
+    def _keep(self, folder: RunFolder | None, result: CondensedSet, outcome: Outcome) -> None:
+        """Write down what a finished run leaves, then remove what it no longer needs."""
         if folder is not None:
             if outcome.losses:
                 folder.write_history(outcome.losses)
@@ -127,7 +188,7 @@ class _Prepared:
             result.save(folder / RunFolder.CONDENSED)
             for name in (RunFolder.CHECKPOINT, RunFolder.PREVIOUS):
                 (folder / name).unlink(missing_ok=True)
-        return result
+            folder.clear_subtasks()
 
     def _judge(self, pixels: Tensor, step: int) -> float:
         """Validation accuracy of the set as it is now."""
@@ -159,6 +220,10 @@ class _Prepared:
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             **self.runtime.describe(),
         }
+        if self.ranks.world > 1:
+            manifest["processes"] = self.ranks.world
+        if len(self.shards) > 1:
+            manifest["subtasks"] = len(self.shards)
         if learned:
             manifest["learned"] = dict(learned)
         if outcome is not None:
@@ -191,8 +256,10 @@ def _prepare(request: Mapping[str, Any], data: Dataset) -> _Prepared:
     method.init.require(data, ipc * method.tiles.cells)
     if request["eval_every"] > method.steps:
         raise M3DError(f"eval_every={request['eval_every']} is more than the {method.steps} steps of the run")
+    _check_counts(request, data)
     prepared = _Prepared(request, data, method, options, runtime)
-    make_net(prepared.net, data.shape, data.classes)
+    net = FlatNet(make_net(prepared.net, data.shape, data.classes))
+    _require_separable(prepared, net)
     return prepared
 
 
@@ -210,6 +277,33 @@ def check(
     request: dict[str, Any] = {"ipc": ipc, "method": canonical(method), "options": options, "net": net}
     request |= {"device": device, "precision": precision, "deterministic": False, "step_mode": "auto"}
     return _prepare({**request, "checkpoint_seconds": 60.0, "eval_every": 0}, data).options
+
+
+def _check_counts(request: Mapping[str, Any], data: Dataset) -> None:
+    subtasks, at_once = request.get("subtasks", 1), request.get("classes_at_once")
+    if not 1 <= subtasks <= data.classes:
+        raise M3DError(f"subtasks={subtasks} is not valid; allowed: 1 to {data.classes}, the number of classes")
+    if at_once is not None and at_once < 1:
+        raise M3DError(f"classes_at_once={at_once} is not valid; allowed: 1 and more")
+    if subtasks > 1 and request["eval_every"]:
+        raise M3DError(
+            f"eval_every={request['eval_every']} with subtasks={subtasks}: a part of the classes cannot be evaluated"
+        )
+
+
+def _require_separable(prepared: _Prepared, net: FlatNet) -> None:
+    """Refuse to split what would not give the same result."""
+    matching, parts, world = prepared.method.matching, len(prepared.shards), prepared.ranks.world
+    if matching is None or parts * world == 1:
+        return
+    bond = matching.bond(net)
+    if bond is None and parts > 1 and getattr(matching.pool, "across_classes", False):
+        bond = "its encoders are trained on the synthetic images of all classes"
+    if bond is not None:
+        how = f"--subtasks {parts}" if parts > 1 else f"torchrun with {world} processes"
+        raise M3DError(
+            f"{prepared.request['method']} cannot be split by {how}: {bond}; run it whole in one process on one device"
+        )
 
 
 def evaluate(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,13 @@ def check_evaluate(run: Path | None, full: str | None, data: str | None, out: Pa
     ):
         if value is not None and not allowed:
             raise M3DError(f"{option} {value}: {rule}")
+
+
+def one_process_unless(shared: bool) -> None:
+    """Only some commands share their work among processes; the others would do all of it in each, over each other."""
+    world = os.environ.get("WORLD_SIZE", "1")
+    if not shared and world != "1":
+        raise M3DError(f"torchrun started {world} processes (WORLD_SIZE), but only 'm3d condense' shares its work")
 
 
 def assignments(texts: list[str]) -> dict[str, str]:

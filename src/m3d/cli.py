@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from m3d.arguments import assignments, check_evaluate, check_ranking, refuse_others, refused_value, usage_hint
+from m3d.arguments import (
+    assignments,
+    check_evaluate,
+    check_ranking,
+    one_process_unless,
+    refuse_others,
+    refused_value,
+    usage_hint,
+)
 from m3d.errors import Interrupted, M3DError, unknown
 from m3d.terminal import board, decode_bar, epoch_bar, progress_bar, ranking_lines
 from m3d.version import __version__
@@ -79,6 +87,7 @@ def _common(
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
         raise typer.Exit
+    one_process_unless(context.invoked_subcommand == "condense")
     from m3d.registry import load_plugin
 
     for path in plugin or []:
@@ -93,6 +102,7 @@ def _common(
         "m3d condense cifar10 --ipc 10 --kernel linear --set momentum=0.9",
         "m3d condense cifar10 --ipc 10 --method dm --objective m3d",
         "m3d condense --resume runs/cifar10-10",
+        "torchrun --nproc-per-node 8 -m m3d condense cifar100 --ipc 10",
     )
 )
 def condense(
@@ -134,6 +144,12 @@ def condense(
     ] = False,
     step_mode: Annotated[str, typer.Option(help="auto (compile long CUDA runs), eager or compile.")] = "auto",
     checkpoint_seconds: Annotated[float, typer.Option(help="Seconds between checkpoints.")] = 60.0,
+    subtasks: Annotated[
+        int, typer.Option(help="Groups of classes condensed one after the other: less memory, the same set.")
+    ] = 1,
+    classes_at_once: Annotated[
+        int | None, typer.Option(help="Classes that go through a network together, at most; default: what fits.")
+    ] = None,
     tensorboard: Annotated[
         bool, typer.Option("--tensorboard", help="Log to RUN/tensorboard (extra tensorboard).")
     ] = False,
@@ -173,6 +189,8 @@ def condense(
             deterministic=deterministic,
             step_mode=step_mode,
             checkpoint_seconds=checkpoint_seconds,
+            subtasks=subtasks,
+            classes_at_once=classes_at_once,
             eval_every=eval_every,
             load_options=load_options,
             report=report,
@@ -188,13 +206,21 @@ def _condense(
     call: Callable[[Any, Callable[[Progress], None] | None], Any], folder: Path, as_json: bool, tensorboard: bool
 ) -> None:
     from m3d import api
+    from m3d.shards import Ranks
 
+    leads = Ranks.from_environment().leads  # of several processes one speaks
     try:
-        with progress_bar(quiet=as_json) as report, board(folder, tensorboard, report) as watched:
+        with (
+            progress_bar(quiet=as_json or not leads) as report,
+            board(folder, tensorboard and leads, report) as watched,
+        ):
             condensed = call(api, watched)
     except Interrupted as stop:
-        typer.echo(f"m3d: {stop}; continue with: m3d condense --resume {quote(str(folder))}", err=True)
+        if leads:
+            typer.echo(f"m3d: {stop}; continue with: m3d condense --resume {quote(str(folder))}", err=True)
         raise typer.Exit(130) from None
+    if not leads:
+        return
     manifest = condensed.manifest
     if as_json:
         typer.echo(json.dumps({"run": str(folder), "set": condensed.fingerprint, **manifest}))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +18,7 @@ from m3d.errors import Interrupted, M3DError
 from m3d.method import Method
 from m3d.nets.flat import FlatNet
 from m3d.runtime import Repeated, Runtime, out_of_memory, stop_politely
+from m3d.shards import Shard
 from m3d.step import BLOCK, Step
 from m3d.store import RunFolder
 
@@ -45,6 +48,7 @@ class Watch:
     checkpoint_seconds: float = 60.0
     judge: Callable[[Tensor, int], float] | None = None  # (pixels, step) -> validation accuracy
     judge_every: int = 0
+    keep_end: bool = False  # whether the last step is checkpointed too, so that a finished part need not be made again
 
 
 @dataclass
@@ -59,24 +63,43 @@ class Outcome:
     learned: dict[str, float] = field(default_factory=dict)  # numbers learned beside the pixels
     best_learned: dict[str, float] = field(default_factory=dict)  # the same when the best pixels were kept
 
+    @classmethod
+    def joined(cls, parts: Sequence[Outcome]) -> Outcome:
+        """The outcome of runs over consecutive groups of classes as that of one run."""
+        if len(parts) == 1:
+            return parts[0]
+        pixels, total = torch.cat([p.pixels for p in parts]), sum(len(p.pixels) for p in parts)
+        steps = zip(*(p.losses for p in parts), strict=True)
+        losses = [sum(len(p.pixels) * x for p, x in zip(parts, step, strict=True)) / total for step in steps]
+        return cls(pixels, losses, sum(p.seconds for p in parts))
+
 
 def condense(
-    method: Method, data: Dataset, net: FlatNet, ipc: int, seed: int, runtime: Runtime, watch: Watch | None = None
+    method: Method,
+    data: Dataset,
+    net: FlatNet,
+    ipc: int,
+    seed: int,
+    runtime: Runtime,
+    watch: Watch | None = None,
+    shard: Shard | None = None,
 ) -> Outcome:
     """Condense ``data`` (already on the runtime's device) to ``ipc`` images per class.
 
     A checkpoint in ``watch.folder`` is continued: the result is bit-identical to a run that never stopped wherever the
-    run itself is reproducible.
+    run itself is reproducible. With a ``shard`` of several processes each moves its own classes, and all return the
+    whole outcome.
     """
-    watch = watch or Watch()
+    watch, shard = watch or Watch(), shard or Shard(range(data.classes))
     if ipc < 1:
         raise M3DError(f"ipc={ipc} is not valid; allowed: 1 and more images per class")
     began = time.perf_counter()
     with runtime.active():
         pixels = method.tiles.encode(method.init(data, ipc * method.tiles.cells, seed, runtime))
         if method.matching is None:
-            return Outcome(pixels.cpu(), [], time.perf_counter() - began)
-        return _Run(Step(method, data, net, pixels, seed, runtime), watch, began).finish()
+            return Outcome(pixels[shard.run.start : shard.run.stop].cpu(), [], time.perf_counter() - began)
+        own = pixels[shard.mine.start : shard.mine.stop]
+        return _Run(Step(method, data, net, own, seed, runtime, shard), watch, began).finish()
 
 
 class _Run:
@@ -84,7 +107,7 @@ class _Run:
 
     def __init__(self, state: Step, watch: Watch, began: float):
         self.state, self.watch = state, watch
-        self.matching, self.data, self.runtime = state.matching, state.data, state.runtime
+        self.matching, self.data, self.runtime, self.shard = state.matching, state.data, state.runtime, state.shard
         self.advance = Repeated(self.state.advance, self.runtime)
         self.step = 0
         self.losses: list[float] = []
@@ -95,8 +118,10 @@ class _Run:
         self.saturated_at_first = self._saturated()
         self._load()
         self._start = began  # choosing the first images counts
-        self._last_save = self._last_report = time.perf_counter()
+        self._last_save = self._last_report = self._last_meeting = time.perf_counter()
         self._last_step = self.step
+        self._met = self.step
+        self._next_meeting = self.step + 1
 
     @property
     def seconds(self) -> float:
@@ -105,21 +130,28 @@ class _Run:
     def finish(self) -> Outcome:
         self.state.refill(self.step)
         self.state.pool.restore(self.step)
+        agreed = self.shard.ranks.any
         self._judge_if_due()  # a stop during the last judgement left it to be made again
         with stop_politely() as stopping:
             while self.step < self.matching.steps:
                 self._one_step()
-                if self._flush_due():
+                if self.step < self._next_meeting:
+                    continue
+                # What one process has a reason to do, all do, at the same step.
+                if agreed(self._flush_due()):
                     self._flush()
                 self._judge_if_due()
-                if stopping.is_set():
+                if agreed(stopping.is_set()):
                     self._flush()
                     self._save()
                     raise Interrupted(self.step)
-                if self._save_due():
+                if agreed(self._save_due()):
                     self._flush()
                     self._save()
+                self._plan_meeting()
         self._flush()
+        if self.watch.keep_end:
+            self._save()
         learned = self.state.learned_numbers()
         return Outcome(self._pixels(), self.losses, self.seconds, self.best, self.judged, learned, self.best_learned)
 
@@ -153,6 +185,16 @@ class _Run:
             torch.cuda.empty_cache()
         self.advance = Repeated(self.state.advance, self.runtime)  # what was recorded belongs to the larger chunk
 
+    def _plan_meeting(self) -> None:
+        """Agree when all processes are at the same step again: about twice a second, so that a step costs no
+        communication, and wherever something is due. One process alone meets itself after every step."""
+        now, ranks = time.perf_counter(), self.shard.ranks
+        (slowest,) = ranks.most((now - self._last_meeting) / max(1, self.step - self._met))
+        ahead = 1 if ranks.world == 1 else int(min(BLOCK, max(1.0, _REPORT_SECONDS / max(slowest, 1e-9))))
+        due = [self.step - self.step % every + every for every in (BLOCK, self.watch.judge_every) if every]
+        self._next_meeting = min(self.step + ahead, *due, self.matching.steps)
+        self._last_meeting, self._met = now, self.step
+
     def _flush_due(self) -> bool:
         late = time.perf_counter() - self._last_report > _REPORT_SECONDS
         return self.step % BLOCK == 0 or late
@@ -163,9 +205,8 @@ class _Run:
         if new == 0:
             return
         first = len(self.losses) % BLOCK
-        block = self.state.losses[
-            first : first + new
-        ].cpu()  # [new, C]; a flush is the only thing that waits for the device
+        own = self.state.losses[first : first + new].cpu()  # [new, c]; a flush is all that waits for the device
+        block = self.shard.whole(own.mT.contiguous()).mT.contiguous()  # [new, C]
         self._check(block)
         self.losses += block.mean(1).tolist()
         self._check_pixels()
@@ -178,7 +219,7 @@ class _Run:
 
     def _check(self, block: Tensor) -> None:
         """Stop on NaN, infinity or divergence, naming the step and the class."""
-        names, first = self.data.class_names, len(self.losses)
+        names, first = self.data.class_names[self.shard.run.start : self.shard.run.stop], len(self.losses)
         broken = (~torch.isfinite(block)).nonzero()
         if len(broken):
             step, c = broken[0].tolist()
@@ -207,11 +248,12 @@ class _Run:
     def _saturated(self) -> float:
         """The share of pixels at the ends of their range."""
         pixels = self.state.synthetic.pixels().detach()
-        return float(((pixels <= 1e-6) | (pixels >= 1 - 1e-6)).float().mean())
+        share = ((pixels <= 1e-6) | (pixels >= 1 - 1e-6)).float().flatten(1).mean(1)  # [c]
+        return float(self.shard.whole(share.cpu()).mean())
 
     def _pixels(self) -> Tensor:
         """A copy on the CPU: what is judged or returned must not change with the next step."""
-        return self.state.result(self.step).to("cpu", copy=True).clamp_(0, 1)
+        return self.shard.whole(self.state.result(self.step)).to("cpu", copy=True).clamp_(0, 1)
 
     def _judge_if_due(self) -> None:
         every, judge = self.watch.judge_every, self.watch.judge
@@ -219,24 +261,38 @@ class _Run:
         if judge is None or not every or self.step == 0 or self.step % every or done:
             return
         pixels = self._pixels()
-        try:
-            accuracy = judge(pixels, self.step)
-        except Interrupted:  # the evaluation was asked to stop, and with it the run
+        accuracy = self._verdict(judge, pixels)
+        if math.isnan(accuracy):  # the evaluation was asked to stop, and with it the run
             self._flush()
             self._save()
-            raise Interrupted(self.step) from None
+            raise Interrupted(self.step)
         self.judged.append((self.step, accuracy))
         if self.best is None or accuracy > self.best[2]:
             self.best, self.best_learned = (pixels, self.step, accuracy), self.state.learned_numbers()
+
+    def _verdict(self, judge: Callable[[Tensor, int], float], pixels: Tensor) -> float:
+        """The first process's measurement, which all are told; NaN if it was interrupted."""
+        accuracy = math.nan
+        if self.shard.ranks.leads:
+            with contextlib.suppress(Interrupted):
+                accuracy = judge(pixels, self.step)
+        return self.shard.ranks.told(accuracy)
 
     def _save_due(self) -> bool:
         return self.watch.folder is not None and time.perf_counter() - self._last_save > self.watch.checkpoint_seconds
 
     def _save(self) -> None:
+        """A checkpoint of all processes, written by the first; the others wait until it is on disk."""
         folder = self.watch.folder
         if folder is None:
             return
-        tensors = dict(self.state.state_dict())
+        tensors = self.state.whole_state()
+        if self.shard.ranks.leads:
+            self._write(folder, tensors)
+        self.shard.ranks.meet()
+        self._last_save = time.perf_counter()
+
+    def _write(self, folder: RunFolder, tensors: dict[str, Tensor]) -> None:
         tensors["history"] = torch.tensor(self.losses, dtype=torch.float64)
         state: dict[str, Any] = {"step": self.step, "seconds": self.seconds, "judged": self.judged}
         if self.best is not None:
@@ -244,10 +300,16 @@ class _Run:
             state |= {"best": self.best[1:], "best_learned": self.best_learned}
         folder.save_checkpoint(tensors, state)
         folder.write_history(self.losses)
-        self._last_save = time.perf_counter()
 
     def _load(self) -> None:
         found = self.watch.folder.load_checkpoint() if self.watch.folder is not None else None
+        step = 0 if found is None else int(found[1]["step"])
+        last, first = self.shard.ranks.most(step, -step)
+        if last != -first:
+            raise M3DError(
+                f"{str(self.watch.folder and self.watch.folder.path)!r}: one process finds a checkpoint of step "
+                f"{-first:.0f}, another of step {last:.0f}; the run folder must be the same one for all of them"
+            )
         if found is None:
             return
         tensors, state = found
@@ -259,7 +321,7 @@ class _Run:
         self.judged = [(int(s), float(a)) for s, a in state["judged"]]
         self.step, self._earlier_seconds = int(state["step"]), float(state["seconds"])
         try:
-            self.state.load_state_dict(tensors)
+            self.state.load_whole_state(tensors)
         except RuntimeError as error:
             raise M3DError(
                 f"{str(self.watch.folder and self.watch.folder.path)!r}: the checkpoint is of another run: {error}"

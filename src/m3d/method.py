@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import nn
+
 from m3d.augment import Augment
 from m3d.errors import M3DError
 from m3d.guides import Guide
+from m3d.nets.flat import FlatNet
 from m3d.objectives.base import Objective
 from m3d.players import Player
 from m3d.pools import Pool
@@ -44,6 +47,17 @@ class Matching:
     def average_start(self) -> int:
         """How many steps are taken before the first whose images enter the mean; all of them: there is no mean."""
         return round(self.average_from * self.steps)
+
+    def bond(self, net: FlatNet) -> str | None:
+        """Why classes cannot be condensed apart from each other, as half a sentence; None where they can."""
+        if self.objective.across_classes:
+            return "its loss compares classes with each other"
+        if net.mixes_images:
+            return "its network's batch norm mixes the images of all classes"
+        for part in (self.objective, self.probe):
+            if isinstance(part, nn.Module) and any(True for _ in part.parameters()):
+                return "it learns numbers that all classes share"
+        return None
 
 
 @dataclass(frozen=True)

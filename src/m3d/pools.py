@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from m3d.data.classes import Dataset
 from m3d.errors import M3DError
 from m3d.nets.flat import FlatNet
 from m3d.runtime import Repeated, Runtime
+from m3d.shards import Shard
 from m3d.synth import Synthetic
 from m3d.train import Images, Recipe, Trainer
 from m3d.types import Eyes
@@ -29,6 +30,12 @@ class World:
     synthetic: Synthetic
     seed: int
     runtime: Runtime
+    shard: Shard | None = None  # whose classes ``synthetic`` holds; None: all
+
+    def images(self) -> Tensor:
+        """[C, n, ch, h, w] in [0, 1]: the synthetic images of all classes, decoded; every process must ask."""
+        own = self.synthetic.pixels()
+        return self.synthetic.tiles.decode(own if self.shard is None else self.shard.whole(own))
 
 
 class LivePool(nn.Module):
@@ -57,7 +64,7 @@ class LivePool(nn.Module):
 
 
 class Pool(Protocol):
-    """A recipe for encoders."""
+    """A recipe for encoders. One that looks at synthetic images of all classes says ``across_classes = True``."""
 
     def start(self, world: World) -> LivePool: ...
 
@@ -105,6 +112,7 @@ class _FreshPool(LivePool):
 class TrainedOnSynthetic:
     """A new encoder every ``every`` steps; between them it is trained on the synthetic images as they are then."""
 
+    across_classes: ClassVar[bool] = True
     every: int
     epochs: int  # of training after each step but the last of an encoder
     batch: int = 256
@@ -122,12 +130,12 @@ class TrainedOnSynthetic:
 @torch.no_grad()
 def trainer_on_synthetic(world: World, recipe: Recipe) -> tuple[Trainer, Callable[[], None]]:
     """(trainer of one network on the synthetic images, function that brings its images up to date)."""
-    pixels = world.synthetic.decoded()
+    pixels = world.images()
     labels = torch.arange(len(pixels), device=pixels.device).repeat_interleave(pixels.shape[1])
     images = Images(pixels.flatten(0, 1).clone(), labels, world.data.normalise())
 
     def refresh() -> None:
-        images.pixels.copy_(world.synthetic.decoded().flatten(0, 1))
+        images.pixels.copy_(world.images().flatten(0, 1))
 
     return Trainer(world.net, images, recipe, 1, world.seed, world.runtime), refresh
 

@@ -21,6 +21,7 @@ from m3d.nets.flat import FlatNet
 from m3d.players import LivePlayer, Player
 from m3d.pools import World
 from m3d.runtime import Runtime, pick
+from m3d.shards import Shard
 from m3d.synth import Synthetic
 from m3d.types import Batch, Eyes, Reading
 
@@ -33,17 +34,28 @@ class Step(nn.Module):
 
     average: Tensor  # like the latent pixels: their mean since the step it begins with, where one is asked for
 
-    def __init__(self, method: Method, data: Dataset, net: FlatNet, pixels: Tensor, seed: int, runtime: Runtime):
+    def __init__(
+        self,
+        method: Method,
+        data: Dataset,
+        net: FlatNet,
+        pixels: Tensor,
+        seed: int,
+        runtime: Runtime,
+        shard: Shard | None = None,
+    ):
+        """``pixels`` [own classes, ipc, ch, h, w] of the shard, which is all classes unless another one is given."""
         super().__init__()
         assert method.matching is not None
         matching = method.matching
         self.matching, self.data, self.net, self.seed, self.runtime = matching, data, net, seed, runtime
-        device, classes = data.train.device, data.classes
+        self.shard = shard or Shard(range(data.classes))
+        device, classes = data.train.device, len(self.shard.mine)
         self.synthetic = Synthetic(pixels, method.tiles, data.normalise(), matching.standardised)
         # The record itself is never changed: parts that may learn are copied.
         self.objective = copy.deepcopy(matching.objective).to(device)
         self.probe = _on(copy.deepcopy(matching.probe), device)
-        self.pool = matching.pool.start(World(net, data, self.synthetic, seed, runtime))
+        self.pool = matching.pool.start(World(net, data, self.synthetic, seed, runtime, self.shard))
         self.objective.start(seed, self._sample)
         if matching.average_start < matching.steps:
             self.register_buffer("average", torch.zeros_like(self.synthetic.latent, requires_grad=False))
@@ -55,8 +67,8 @@ class Step(nn.Module):
         decoded = pixels.shape[1] * method.tiles.cells
         self.subset = min(matching.batch_syn_max, decoded)
         self.decoded = decoded
-        self.lanes = torch.arange(classes, device=device)
-        self.real = data.train.reader(seed, matching.batch_real)
+        self.lanes = torch.arange(self.shard.mine.start, self.shard.mine.stop, device=device)  # own classes by number
+        self.real = data.train.reader(seed, matching.batch_real, classes=self.shard.mine)
         # Draws of a block of steps, and the losses it leaves; ``slot`` says which step of the block is next.
         self.slot = torch.zeros(1, dtype=torch.long, device=device)
         self.number = torch.zeros_like(self.slot)  # the same step counted from the beginning
@@ -66,7 +78,8 @@ class Step(nn.Module):
         self._draws = (self.real_index, self.syn_index, self.augmentation)
         self.losses = torch.zeros(BLOCK, classes, device=device)
         self.together = self.objective.across_classes or net.mixes_images  # whether classes must go through at once
-        self.chunk = classes if self.together else _classes_at_once(data, matching.batch_real)
+        at_once = self.shard.at_once or _classes_at_once(data, matching.batch_real)
+        self.chunk = classes if self.together else min(classes, at_once)
         loss = torch.compile(self.loss, dynamic=False) if runtime.compiles(matching.steps) else self.loss
         self._loss: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = loss
 
@@ -88,7 +101,7 @@ class Step(nn.Module):
         """Draw everything the block that ``step`` lies in needs, and point at ``step``."""
         first = step - step % BLOCK
         steps = torch.arange(first, first + BLOCK, device=self.lanes.device)
-        self.real_index.copy_(self.data.train.deck(self.seed, steps, self.matching.batch_real))
+        self.real_index.copy_(self.data.train.deck(self.seed, steps, self.matching.batch_real, classes=self.lanes))
         uniforms = rng.uniform(self.seed, rng.Purpose.AUGMENT, steps, self.lanes, UNIFORMS).flatten(0, 1)
         numbers = self.matching.augment.parameters(uniforms, self.data.shape[1:]).packed()
         self.augmentation.copy_(numbers.view(self.augmentation.shape))
@@ -103,7 +116,7 @@ class Step(nn.Module):
         matching, eyes = self.matching, self.pool.eyes()
         parameters = Parameters.unpacked(augmentation)
         goal = self._goal(eyes, classes, real_index, parameters) if eyes.goal is None else eyes.goal
-        images = self.synthetic(classes)
+        images = self.synthetic(classes - self.shard.mine.start)
         if self.subset < self.decoded:
             images = images[torch.arange(len(classes), device=classes.device)[:, None], syn_index]
         batch = _batch(matching.augment.apply(images, parameters), classes)
@@ -126,6 +139,15 @@ class Step(nn.Module):
         uniforms = torch.zeros(1, UNIFORMS, device=index.device)
         parameters = self.matching.augment.parameters(uniforms, self.data.shape[1:])
         return self._goal(self.pool.eyes(), index[0], index, parameters)
+
+    def whole_state(self) -> dict[str, Tensor]:
+        """The state of the whole run, whatever processes hold it: what a checkpoint keeps. Every process must ask."""
+        state: dict[str, Tensor] = self.state_dict()
+        return {k: self.shard.whole(v.detach()) if _class_major(k, v) else v for k, v in state.items()}
+
+    def load_whole_state(self, state: dict[str, Tensor]) -> None:
+        """Take this process's part of a :meth:`whole_state`."""
+        self.load_state_dict({k: v[self.shard.rows] if _class_major(k, v) else v for k, v in state.items()})
 
     def advance(self) -> None:
         """One step: loss, gradient, move, clamp. Nothing here waits for the host.
@@ -164,6 +186,11 @@ class Step(nn.Module):
         return self.synthetic.pixels(self.average)
 
 
+def _class_major(name: str, value: Tensor) -> bool:
+    """Whether an entry of the state has a row per class: the images, and what the player that moves them keeps."""
+    return name.startswith(("synthetic.", "_players.0.", "average")) and value.ndim > 0
+
+
 def _on(part: Any, device: torch.device) -> Any:
     return part.to(device) if isinstance(part, nn.Module) else part
 
@@ -177,4 +204,4 @@ def _classes_at_once(data: Dataset, batch_real: int) -> int:
     if data.train.device.type != "cpu":
         return data.classes
     maps = batch_real * data.shape[1] * data.shape[2] * 128 * 4
-    return min(data.classes, max(1, _CPU_MAPS // maps))
+    return max(1, _CPU_MAPS // maps)

@@ -232,6 +232,16 @@ class RunFolder:
         for path in (*(self / name for name in (*known, *made)), *self.path.glob("evaluation-*")):
             path.unlink(missing_ok=True)
         shutil.rmtree(self / "imagefolder", ignore_errors=True)
+        self.clear_subtasks()
+
+    def subtask(self, number: int, of: int) -> RunFolder:
+        """Where part ``number`` (from 0) of a run that is made in ``of`` parts keeps its checkpoints."""
+        return RunFolder(self / f"subtask-{number + 1}-of-{of}")
+
+    def clear_subtasks(self) -> None:
+        """Remove what parts of a run left, once the whole is there."""
+        for path in self.path.glob("subtask-*-of-*"):
+            shutil.rmtree(path, ignore_errors=True)
 
     def require_writable(self) -> None:
         """Raise, before long work, if nothing could be kept here afterwards."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ class Watched:
     true (accuracies of 100 classes hardly move, those of two are coarse): ``outer_max`` and ``inner_max`` bound both.
     """
 
+    across_classes: ClassVar[bool] = True
     outer_stop: float
     inner_stop: float
     outer_max: int  # steps of one encoder

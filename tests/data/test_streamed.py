@@ -302,10 +302,10 @@ print(next(line.split()[1] for line in lines if line.startswith("VmHWM")))
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
 def test_memory_does_not_grow_with_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """30 MB and 120 MB of pixels, all of them looked at: the same peak within 30 MB."""
+    """30 MB and 290 MB of pixels, all of them looked at: peaks within 130 MB, which the allocator varies by itself."""
     monkeypatch.setenv("M3D_CACHE", str(tmp_path / "cache"))
     peaks = []
-    for many in (150, 600):
+    for many in (150, 1500):
         root = tmp_path / str(many)
         for name in ("a", "b"):
             for split, images in (("train", many), ("test", 1)):
@@ -317,4 +317,4 @@ def test_memory_does_not_grow_with_the_data(tmp_path: Path, monkeypatch: pytest.
             [sys.executable, "-c", _MEASURED, str(root)], capture_output=True, text=True, check=True
         )
         peaks.append(int(result.stdout) * 1024)
-    assert peaks[1] - peaks[0] < 30 * 2**20, peaks
+    assert peaks[1] - peaks[0] < 130 * 2**20, peaks

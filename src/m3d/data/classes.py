@@ -112,17 +112,26 @@ class ClassData:
         start = self.start if classes is None else self.start[classes]
         return self.images[start[:, None] + index].float() / 255
 
-    def deck(self, seed: int, steps: Tensor, n: int, purpose: rng.Purpose = rng.Purpose.REAL) -> Tensor:
-        """[S, C, n]: which images of each class enter each of ``steps`` [S].
+    def deck(
+        self,
+        seed: int,
+        steps: Tensor,
+        n: int,
+        purpose: rng.Purpose = rng.Purpose.REAL,
+        classes: Tensor | None = None,
+    ) -> Tensor:
+        """[S, C, n]: which images of each class, or each of ``classes``, enter each of ``steps`` [S].
 
         Every class is read in shuffled passes, each image once a pass; step t takes positions t·n to t·n + n - 1.
         """
         position = steps[:, None, None] * n + torch.arange(n, device=steps.device)
-        lanes = torch.arange(self.classes, device=steps.device)
-        return rng.shuffled(seed, purpose, position, lanes, self.count)
+        lanes = torch.arange(self.classes, device=steps.device) if classes is None else classes
+        return rng.shuffled(seed, purpose, position, lanes, self.count[lanes])
 
-    def reader(self, seed: int, n: int, purpose: rng.Purpose = rng.Purpose.REAL) -> Reader:
-        """Reads the deck of ``n`` images per class and step of :meth:`deck`."""
+    def reader(
+        self, seed: int, n: int, purpose: rng.Purpose = rng.Purpose.REAL, classes: range | None = None
+    ) -> Reader:
+        """Reads the deck of ``n`` images per class and step of :meth:`deck`, of some classes (None: all)."""
         return _ResidentReader(self)
 
     def part(self, index: Tensor, count: Tensor) -> ClassData:

@@ -136,8 +136,10 @@ class StreamedData(ClassData):
         pixels = self._gather(rows.ravel()).reshape(*rows.shape, *self.shape)
         return torch.from_numpy(pixels).to(self.device).float() / 255
 
-    def reader(self, seed: int, n: int, purpose: rng.Purpose = rng.Purpose.REAL) -> Reader:
-        return StreamedReader(self, seed, n, purpose)
+    def reader(
+        self, seed: int, n: int, purpose: rng.Purpose = rng.Purpose.REAL, classes: range | None = None
+    ) -> Reader:
+        return StreamedReader(self, seed, n, purpose, range(self.classes) if classes is None else classes)
 
     def part(self, index: Tensor, count: Tensor) -> StreamedData:
         chosen = index.cpu().numpy()
@@ -163,11 +165,11 @@ class StreamedReader:
     The thread makes no call to the device: another thread's would spoil the recording of a CUDA graph.
     """
 
-    def __init__(self, data: StreamedData, seed: int, n: int, purpose: rng.Purpose):
-        self.host, self.seed, self.n, self.purpose = data.to("cpu"), seed, n, purpose
-        step_bytes = data.classes * n * int(np.prod(data.shape))
+    def __init__(self, data: StreamedData, seed: int, n: int, purpose: rng.Purpose, classes: range):
+        self.host, self.seed, self.n, self.purpose, self.classes = data.to("cpu"), seed, n, purpose, classes
+        step_bytes = len(classes) * n * int(np.prod(data.shape))
         self.steps = min(_MOST_STEPS, max(1, _STAGED // step_bytes))
-        shape, self.cuda = (self.steps, data.classes, n, *data.shape), data.device.type == "cuda"
+        shape, self.cuda = (self.steps, len(classes), n, *data.shape), data.device.type == "cuda"
         self.staged = torch.zeros(shape, dtype=torch.uint8, device=data.device)
         self.slot = torch.zeros(1, dtype=torch.long, device=data.device)
         self._buffers = [torch.empty(shape, dtype=torch.uint8, pin_memory=self.cuda) for _ in range(2)]
@@ -203,13 +205,14 @@ class StreamedReader:
         self._gathering = self._thread.submit(self._gather, first, self._buffers[side])
 
     def _gather(self, first: int, out: Tensor) -> None:
-        deck = self.host.deck(self.seed, torch.arange(first, first + self.steps), self.n, self.purpose)
-        rows = (self.host.start[:, None] + deck).flatten().numpy()  # [S · C · n]
+        lanes = torch.arange(self.classes.start, self.classes.stop)
+        deck = self.host.deck(self.seed, torch.arange(first, first + self.steps), self.n, self.purpose, lanes)
+        rows = (self.host.start[lanes, None] + deck).flatten().numpy()  # [S · c · n]
         self.host._gather(rows, out.numpy().reshape(-1, *self.host.shape))
 
     def take(self, index: Tensor, classes: Tensor) -> Tensor:
         """Images [c, n, ch, h, w] float32 in [0, 1] of ``classes`` in the step brought last; ``index`` is its deck."""
-        return self.staged[self.slot, classes].float() / 255
+        return self.staged[self.slot, classes - self.classes.start].float() / 255
 
 
 def placed(data: ClassData, device: torch.device | str, resident: str) -> ClassData:
