@@ -56,6 +56,7 @@ class Step(nn.Module):
         self.objective = copy.deepcopy(matching.objective).to(device)
         self.probe = _on(copy.deepcopy(matching.probe), device)
         self.pool = matching.pool.start(World(net, data, self.synthetic, seed, runtime, self.shard))
+        self.real = data.train.reader(seed, matching.batch_real, classes=self.shard.mine)
         self.objective.start(seed, self._sample)
         if matching.average_start < matching.steps:
             self.register_buffer("average", torch.zeros_like(self.synthetic.latent, requires_grad=False))
@@ -68,7 +69,6 @@ class Step(nn.Module):
         self.subset = min(matching.batch_syn_max, decoded)
         self.decoded = decoded
         self.lanes = torch.arange(self.shard.mine.start, self.shard.mine.stop, device=device)  # own classes by number
-        self.real = data.train.reader(seed, matching.batch_real, classes=self.shard.mine)
         # Draws of a block of steps, and the losses it leaves; ``slot`` says which step of the block is next.
         self.slot = torch.zeros(1, dtype=torch.long, device=device)
         self.number = torch.zeros_like(self.slot)  # the same step counted from the beginning
