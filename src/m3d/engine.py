@@ -250,6 +250,15 @@ class _Run:
         if found is None:
             return
         tensors, state = found
+        try:
+            self._restore(tensors, state)
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise M3DError(
+                f"{str(self.watch.folder and self.watch.folder.path)!r}: the checkpoint is of another run: {error}"
+            ) from error
+
+    def _restore(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
+        """Go back to where a checkpoint was written."""
         self.losses = tensors.pop("history").tolist()
         if "best" in tensors:
             step, accuracy = state["best"]
@@ -257,9 +266,6 @@ class _Run:
             self.best_learned = dict(state["best_learned"])
         self.judged = [(int(s), float(a)) for s, a in state["judged"]]
         self.step, self._earlier_seconds = int(state["step"]), float(state["seconds"])
-        try:
-            self.state.load_state_dict(tensors)
-        except RuntimeError as error:
-            raise M3DError(
-                f"{str(self.watch.folder and self.watch.folder.path)!r}: the checkpoint is of another run: {error}"
-            ) from error
+        if not 0 <= self.step == len(self.losses) <= self.matching.steps:
+            raise ValueError(f"step {self.step} of {self.matching.steps} with {len(self.losses)} losses")
+        self.state.load_state_dict(tensors)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,25 +27,31 @@ def rows_of(runs: Sequence[str | Path]) -> list[dict[str, Any]]:
         if not results:
             raise M3DError(f"{str(folder.path)!r} has no result yet; make one with: m3d evaluate {folder.path}")
         for record in results:
-            if not isinstance(record, dict) or not {"method", "accuracy", "protocol", "data"} <= set(record):
-                raise M3DError(f"{str(folder / RunFolder.RESULTS)!r} holds a line that is no result record")
-            rows.append(
-                {
-                    "run": folder.path.name,
-                    "method": record["method"],
-                    "data": record["data"]["name"],
-                    "ipc": record["ipc"],
-                    "protocol": _rules(record),
-                    "net": record["net"],
-                    "last": (record["accuracy"], record["sd"]),
-                    "best": (record["best_of_checks"], record["best_sd"]),
-                    "n": record["n"],
-                    "steps": manifest.get("steps"),
-                    "seconds": manifest.get("seconds"),
-                    "memory": (manifest.get("peak_memory") or 0) / 2**30 or None,  # GiB
-                }
-            )
+            try:
+                rows.append(_row(folder.path.name, record, manifest))
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                raise M3DError(
+                    f"{str(folder / RunFolder.RESULTS)!r} holds a line that is no result record: {error}"
+                ) from error
     return rows
+
+
+def _row(name: str, record: dict[str, Any], manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """One result of a run, with the cost of its condensation."""
+    return {
+        "run": name,
+        "method": record["method"],
+        "data": record["data"]["name"],
+        "ipc": record["ipc"],
+        "protocol": _rules(record),
+        "net": record["net"],
+        "last": (float(record["accuracy"]), float(record["sd"])),
+        "best": (float(record["best_of_checks"]), float(record["best_sd"])),
+        "n": record["n"],
+        "steps": manifest.get("steps"),
+        "seconds": manifest.get("seconds"),
+        "memory": (manifest.get("peak_memory") or 0) / 2**30 or None,  # GiB
+    }
 
 
 def _rules(record: dict[str, Any]) -> str:

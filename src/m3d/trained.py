@@ -66,9 +66,9 @@ def trained_networks(data: Dataset, spec: str, recipe: Recipe, repeats: int, see
     }
     path = cache_folder() / f"{hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:24]}.safetensors"
     initial = net.fresh(seed, rng.Purpose.TEACHER, _zero(runtime), torch.arange(repeats, device=runtime.device))
-    if path.exists():
-        tensors, _ = read_checked(path)
-        return Trained(net, initial, tensors["final"].to(runtime.device))
+    kept = _kept(path, initial.shape)
+    if kept is not None:
+        return Trained(net, initial, kept.to(runtime.device))
     log.info("training %d %s for %d epochs on %s", repeats, spec, recipe.epochs, data.name)
     images = _images(data, runtime)
     with runtime.active():
@@ -83,6 +83,21 @@ def trained_networks(data: Dataset, spec: str, recipe: Recipe, repeats: int, see
     except M3DError as error:  # a cache that cannot be written costs time, not the run
         log.warning("the trained networks are not kept: %s", error)
     return Trained(net, initial, final)
+
+
+def _kept(path: Path, shape: torch.Size) -> Tensor | None:
+    """[R, P] of a file of the cache; None if it is not there, or damaged, which costs time and is said."""
+    if not path.exists():
+        return None
+    try:
+        final = read_checked(path)[0].get("final")
+    except M3DError as error:
+        log.warning("%s; its networks are trained again", error)
+        return None
+    if final is None or final.shape != shape:
+        log.warning("%r does not hold the networks it is named for; they are trained again", str(path))
+        return None
+    return final
 
 
 def cache_folder() -> Path:

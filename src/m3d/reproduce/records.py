@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from m3d.errors import M3DError
+from m3d.lock import claim
 from m3d.reproduce.cells import Cell, Overrides, Plan, cell_digest
 
 Record = Mapping[str, Any]
@@ -136,18 +137,6 @@ _READERS: dict[str, Callable[[Record, str], Place | None]] = {
 }
 
 
-@contextmanager
-def lock(folder: Path) -> Iterator[None]:
-    """Refuse to work where another process is at work; where the system has no such locks, nothing is checked."""
-    try:
-        import fcntl
-    except ImportError:
-        yield
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system lets go of it when the process ends
-        except OSError as error:
-            raise M3DError(f"another m3d reproduce is at work in {str(folder)!r}; give another --out") from error
-        yield
+def lock(folder: Path) -> AbstractContextManager[None]:
+    """Refuse to work where another process is at work."""
+    return claim(folder, "m3d reproduce")
