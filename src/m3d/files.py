@@ -112,17 +112,17 @@ def write_checked(
 ) -> None:
     """Tensors and a JSON state in one file, both with checksums; ``keep`` as in :func:`write_bytes`."""
     plain = {k: v.detach().cpu().contiguous() for k, v in tensors.items()}
-    text = json.dumps({**state, "sha256": {k: sha256(v) for k, v in plain.items()}})
-    write_bytes(file, to_safetensors(plain, {"m3d": text, "m3d.sha256": _digest(text)}), keep)
+    sums = {"state_sha256": _digest(state), "sha256": {k: sha256(v) for k, v in plain.items()}}
+    write_bytes(file, to_safetensors(plain, {"m3d": json.dumps({**state, **sums})}), keep)
 
 
 def read_checked(file: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """(tensors, state) of a file that :func:`write_checked` wrote, or an error that names it."""
     tensors, metadata = read_tensors(file)
     state = json_object(metadata, file)
-    if metadata.get("m3d.sha256") not in (None, _digest(metadata["m3d"])):  # None: files of version 0.1 have it not
+    sums, state_sum = state.pop("sha256", None), state.pop("state_sha256", None)
+    if state_sum not in (None, _digest(state)):  # None: files written before there was one
         raise M3DError(f"{str(file)!r}: its state does not match its checksum; the file was changed or torn")
-    sums = state.pop("sha256", None)
     if sums != {k: sha256(v) for k, v in tensors.items()}:
         raise M3DError(f"{str(file)!r}: its tensors do not match their checksums; the file was changed or torn")
     return tensors, state
@@ -158,8 +158,9 @@ def sha256(tensor: Tensor) -> str:
     return hashlib.sha256(content.numpy().tobytes()).hexdigest()
 
 
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+def _digest(state: Mapping[str, Any]) -> str:
+    """Of the JSON text, which reading and writing again does not change."""
+    return hashlib.sha256(json.dumps(state).encode()).hexdigest()
 
 
 def _make_folder(folder: Path) -> None:
