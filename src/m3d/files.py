@@ -129,22 +129,29 @@ def read_checked(file: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def read_newest(file: Path, previous: Path) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-    """What :func:`read_checked` reads of ``file``, or of the one before if it is damaged; None if neither exists."""
-    broken: M3DError | None = None
-    for path in (file, previous):
-        if not path.exists():
-            continue
-        try:
-            found = read_checked(path)
-        except M3DError as error:
-            broken = broken or error
-            continue
-        if broken is not None:
-            log.warning("%s; going on from %r, the one before", broken, path.name)
-        return found
-    if broken is not None:
-        raise broken
-    return None
+    """What :func:`read_checked` reads of ``file``, or of the one before if it is damaged; None if neither exists.
+
+    A damaged newest file is set aside: left in its place, the next write would put it in the place of the whole one.
+    """
+    if not file.exists():
+        return read_checked(previous) if previous.exists() else None
+    try:
+        return read_checked(file)
+    except M3DError as error:
+        if not previous.exists():
+            raise
+        found = read_checked(previous)
+        log.warning("%s; going on from %r, the one before", error, previous.name)
+    try:
+        file.replace(set_aside(file))
+    except OSError as error:
+        raise M3DError(f"cannot rename {str(file)!r}: {error.strerror or error}") from error
+    return found
+
+
+def set_aside(file: Path) -> Path:
+    """Where a damaged file is kept until its work is finished."""
+    return file.with_name(file.name + ".damaged")
 
 
 def json_object(metadata: Mapping[str, str], file: Path) -> dict[str, Any]:

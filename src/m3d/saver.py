@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from m3d.errors import Interrupted, M3DError
-from m3d.files import read_newest, sweep, write_checked
+from m3d.files import read_newest, set_aside, sweep, write_checked
 from m3d.lock import claim
 from m3d.store import RunFolder
 from m3d.train import Trainer
@@ -75,5 +75,5 @@ class Saver:
 
     def finish(self) -> None:
         if self._path is not None:
-            self._path.unlink(missing_ok=True)
-            self._previous.unlink(missing_ok=True)
+            for path in (self._path, self._previous, set_aside(self._path)):
+                path.unlink(missing_ok=True)

@@ -23,6 +23,7 @@ from m3d.files import (
     read_json,
     read_newest,
     read_tensors,
+    set_aside,
     sha256,
     sweep,
     write_bytes,
@@ -198,8 +199,9 @@ class RunFolder:
     def _clear(self) -> None:
         """Remove all that an earlier run left here, its pictures and exports too: they would not show the new set."""
         made = ("images.png", "loss.png", "condensed.npz", "condensed.pt")
-        for path in (*(self / name for name in (*self._KNOWN, *made)), *self.path.glob("evaluation-*.safetensors")):
+        for path in (*(self / name for name in (*self._KNOWN, *made)), *self.path.glob("evaluation-*.safetensors*")):
             path.unlink(missing_ok=True)
+        self.drop_checkpoints()
         shutil.rmtree(self / "imagefolder", ignore_errors=True)
 
     def require_writable(self) -> None:
@@ -227,8 +229,8 @@ class RunFolder:
 
     def drop_checkpoints(self) -> None:
         """Remove the checkpoints of a finished run."""
-        for name in (self.CHECKPOINT, self.PREVIOUS):
-            (self / name).unlink(missing_ok=True)
+        for path in (self / self.CHECKPOINT, self / self.PREVIOUS, set_aside(self / self.CHECKPOINT)):
+            path.unlink(missing_ok=True)
 
     def write_history(self, losses: Iterable[float]) -> None:
         rows = "".join(f"{step},{loss:.9g}\n" for step, loss in enumerate(losses))
