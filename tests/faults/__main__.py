@@ -31,10 +31,11 @@ def main() -> int:
         place = Path(name)
         os.environ["M3D_CACHE"] = str(place / "networks")
         data = make_data(place)
-        for method, (_, options) in METHODS.items():
-            import_beforehand(condensing(data, method, 4, options).work, place / method)
+        methods = given.methods.split(",")
+        for method in dict.fromkeys(["m3d", *methods]):
+            import_beforehand(condensing(data, method, 4, METHODS[method][1]).work, place / method)
         import_beforehand(evaluating(data, place / "m3d", 2).work, place / "evaluated")
-        jobs = [condensing(data, m, METHODS[m][0], METHODS[m][1]) for m in given.methods.split(",")]
+        jobs = [condensing(data, m, METHODS[m][0], METHODS[m][1]) for m in methods]
         tallies = [torment(jobs, given.kills, place, given.seed, "condensation")]
         if given.evaluation_kills:
             evaluation = evaluating(data, place / "m3d", 80)
