@@ -6,11 +6,13 @@ from pathlib import Path
 import m3d
 
 ROOT = Path(m3d.__file__).parent
-LOW = {"m3d.errors", "m3d.version", "m3d.registry", "m3d.types", "m3d.rng"}
+LOW = {"m3d.errors", "m3d.limits", "m3d.lock", "m3d.version", "m3d.registry", "m3d.types", "m3d.rng"}
 
 # What a module (or package) may import of m3d, besides itself and LOW. Not listed: no rule.
 ALLOWED = {
     "m3d.errors": set(),
+    "m3d.limits": set(),
+    "m3d.lock": set(),
     "m3d.version": set(),
     "m3d.registry": {"m3d.errors"},
     "m3d.types": set(),
@@ -47,13 +49,14 @@ ALLOWED = {
     "m3d.report": {"m3d.store"},
     "m3d.export": {"m3d.files", "m3d.store"},
     "m3d.evaluation": {
-        "m3d.augment", "m3d.data", "m3d.files", "m3d.nets", "m3d.photo", "m3d.runtime", "m3d.store", "m3d.train",
+        "m3d.augment", "m3d.data", "m3d.nets", "m3d.photo", "m3d.runtime", "m3d.saver", "m3d.store", "m3d.train",
     },
     "m3d.teachers": {"m3d.data", "m3d.nets", "m3d.runtime", "m3d.store", "m3d.trained"},
     "m3d.ranking": {
         "m3d.augment", "m3d.data", "m3d.evaluation", "m3d.files", "m3d.runtime", "m3d.select", "m3d.store",
         "m3d.teachers",
     },
+    "m3d.saver": {"m3d.files", "m3d.store", "m3d.train"},
     "m3d.method": {
         "m3d.augment", "m3d.guides", "m3d.nets", "m3d.objectives", "m3d.players", "m3d.pools", "m3d.probes",
         "m3d.select", "m3d.synth",

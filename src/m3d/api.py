@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -83,7 +83,7 @@ def condense(
     # what was left to choose is written down: a resumed run keeps it
     request |= {"net": run.net, "device": str(run.runtime.device), "precision": run.runtime.precision}
     folder = RunFolder(out) if out is not None else None
-    with run.together():
+    with run.together(), _claimed(folder, run.ranks, "m3d condense"):
         if folder is not None and run.ranks.leads and not (run.ranks.restarts and _same_run(folder, request)):
             machine = run.runtime.describe()
             folder.begin({**request, "fingerprint": dataset.train.fingerprint, "machine": machine}, overwrite)
@@ -99,6 +99,11 @@ def _same_run(folder: RunFolder, request: Mapping[str, Any]) -> bool:
     return all(begun.get(key) == value for key, value in asked.items())
 
 
+def _claimed(folder: RunFolder | None, ranks: Ranks, work: str) -> AbstractContextManager[None]:
+    """The run's folder held against other runs, by one process for all that share the run."""
+    return nullcontext() if folder is None or not ranks.leads else folder.claimed(work)
+
+
 def resume(
     run: str | Path, *, data: Dataset | None = None, report: Callable[[Progress], None] | None = None
 ) -> CondensedSet:
@@ -107,19 +112,69 @@ def resume(
     Without ``data`` the dataset is loaded as the run says; either way it must be the one the run began with.
     """
     folder = RunFolder(run)
-    request = folder.request()
+    request = _checked_request(folder)
     if folder.finished:
         return CondensedSet.load(folder.path)
-    try:
-        dataset = load_data(**request["data"]) if data is None else data
-        prepared = _prepare(request, dataset)
-        expected = request["fingerprint"]
-    except (KeyError, TypeError) as error:
-        raise M3DError(f"{str(folder / RunFolder.RUN)!r} is incomplete: {error}") from error
-    if dataset.train.fingerprint != expected:
+    dataset = load_recipe(request["data"], repr(str(folder / RunFolder.RUN))) if data is None else data
+    prepared = _prepare(request, dataset)
+    if dataset.train.fingerprint != request["fingerprint"]:
         raise M3DError(f"the data of {str(folder.path)!r} have changed since the run began; it cannot be continued")
-    with prepared.together():
+    with prepared.together(), _claimed(folder, prepared.ranks, "m3d condense --resume"):
         return prepared.go(folder, report)
+
+
+# What run.json must hold: it may come from another version, another machine, or a stranger.
+_REQUEST: dict[str, tuple[type, ...]] = {
+    "ipc": (int,),
+    "method": (str,),
+    "options": (dict,),
+    "net": (str, type(None)),
+    "seed": (int,),
+    "device": (str,),
+    "precision": (str,),
+    "deterministic": (bool,),
+    "step_mode": (str,),
+    "checkpoint_seconds": (int, float),
+    "eval_every": (int,),
+    "eval_options": (dict,),
+    "data": (dict,),
+    "fingerprint": (str,),
+}
+_RECIPE: dict[str, tuple[type, ...]] = {
+    "source": (str,),
+    "data_root": (str,),
+    "size": (int,),
+    "val_fraction": (int, float),
+    "split_seed": (int,),
+    "zca": (bool,),
+    "resident": (str,),
+    "on_bad_image": (str,),
+}
+_MAY_BE_ABSENT: dict[str, tuple[type, ...]] = {"subtasks": (int,), "classes_at_once": (int, type(None))}
+
+
+def _checked_request(folder: RunFolder) -> dict[str, Any]:
+    """What was asked of the run, every part of the right type."""
+    request, where = folder.request(), repr(str(folder / RunFolder.RUN))
+    for key, kinds in {**_REQUEST, **_MAY_BE_ABSENT}.items():
+        if key not in request and key in _REQUEST:
+            raise M3DError(f"{where} is incomplete: it has no {key!r}")
+        if key in request and type(request[key]) not in kinds:
+            raise M3DError(f"{where}: {key}={request[key]!r} is of the wrong type")
+    return request
+
+
+def load_recipe(recipe: Mapping[str, Any], where: str, **instead: Any) -> Dataset:
+    """The dataset of a recipe that stands in the file ``where``; ``instead`` is the caller's own wish.
+
+    A stranger's file must not choose where downloads are put, so files below a folder that it names must be there.
+    """
+    if "source" not in recipe:
+        raise M3DError(f"{where} does not say where its data came from")
+    for key, value in recipe.items():
+        if key not in _RECIPE or type(value) not in _RECIPE[key]:
+            raise M3DError(f"{where}: the data's {key}={value!r} is not valid; allowed: {', '.join(_RECIPE)}")
+    return load_data(**{"download": "data_root" not in recipe, **recipe, **instead})
 
 
 class _Prepared:
@@ -186,8 +241,7 @@ class _Prepared:
                 best = self._set(outcome.best[0], outcome, outcome.best[1], outcome.best_learned)
                 best.save(folder / RunFolder.BEST)
             result.save(folder / RunFolder.CONDENSED)
-            for name in (RunFolder.CHECKPOINT, RunFolder.PREVIOUS):
-                (folder / name).unlink(missing_ok=True)
+            folder.drop_checkpoints()
             folder.clear_subtasks()
 
     def _judge(self, pixels: Tensor, step: int) -> float:
@@ -387,7 +441,8 @@ def load_source(
     recipe = source.get("recipe")
     if not isinstance(recipe, dict) or "source" not in recipe:
         raise M3DError("the set's manifest does not say where its data came from; name the dataset (--data)")
-    dataset = load_data(**{**recipe, "zca": zca, **({"data_root": data_root} if data_root else {})})
+    own = {"data_root": data_root, "download": True} if data_root else {}
+    dataset = load_recipe(recipe, "the set's manifest", zca=zca, **own)
     if dataset.train.fingerprint != source.get("fingerprint"):
         raise M3DError(f"{dataset.name} has changed since the set was made from it; name the data to test on (--data)")
     return dataset

@@ -303,7 +303,8 @@ class _Run:
 
     def _load(self) -> None:
         found = self.watch.folder.load_checkpoint() if self.watch.folder is not None else None
-        step = 0 if found is None else int(found[1]["step"])
+        step = found[1].get("step") if found is not None else 0
+        step = step if isinstance(step, int) else -1  # refused below, by every process alike
         last, first = self.shard.ranks.most(step, -step)
         if last != -first:
             raise M3DError(
@@ -313,6 +314,15 @@ class _Run:
         if found is None:
             return
         tensors, state = found
+        try:
+            self._restore(tensors, state)
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise M3DError(
+                f"{str(self.watch.folder and self.watch.folder.path)!r}: the checkpoint is of another run: {error}"
+            ) from error
+
+    def _restore(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
+        """Go back to where a checkpoint was written."""
         self.losses = tensors.pop("history").tolist()
         if "best" in tensors:
             step, accuracy = state["best"]
@@ -320,9 +330,6 @@ class _Run:
             self.best_learned = dict(state["best_learned"])
         self.judged = [(int(s), float(a)) for s, a in state["judged"]]
         self.step, self._earlier_seconds = int(state["step"]), float(state["seconds"])
-        try:
-            self.state.load_whole_state(tensors)
-        except RuntimeError as error:
-            raise M3DError(
-                f"{str(self.watch.folder and self.watch.folder.path)!r}: the checkpoint is of another run: {error}"
-            ) from error
+        if not 0 <= self.step == len(self.losses) <= self.matching.steps:
+            raise ValueError(f"step {self.step} of {self.matching.steps} with {len(self.losses)} losses")
+        self.state.load_whole_state(tensors)

@@ -6,27 +6,25 @@ advance; it is chosen on the test data and is reported only because published nu
 
 from __future__ import annotations
 
-import hashlib
-import json
 import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from m3d.augment import Augment
 from m3d.data.classes import ClassData, Dataset
-from m3d.errors import Interrupted, M3DError
-from m3d.files import read_checked, sha256, write_checked
+from m3d.errors import M3DError
+from m3d.files import sha256
 from m3d.nets import make_net
 from m3d.nets.flat import FlatNet
 from m3d.photo import Photo
 from m3d.registry import Registry
 from m3d.runtime import Runtime, stop_politely
+from m3d.saver import Saver
 from m3d.store import CondensedSet, RunFolder
 from m3d.train import Images, Recipe, Trainer
 
@@ -225,7 +223,7 @@ def evaluate(
         source |= {"soft_set": sha256(condensed.soft), "soft_labels": condensed.manifest.get("soft_labels")}
     protocol = make_protocol(protocol) if isinstance(protocol, str) else protocol
     protocol = with_learned(protocol, condensed.manifest.get("learned", {}))
-    settings = _Settings(net, protocol, repeats, seed, split, runtime, report, _Saver(folder, checkpoint_seconds))
+    settings = _Settings(net, protocol, repeats, seed, split, runtime, report, Saver(folder, checkpoint_seconds))
     return _train_and_test(pixels, labels, data, source, settings)
 
 
@@ -254,7 +252,7 @@ def evaluate_whole(
     """Train on the whole training data: the upper bound a condensed set is measured against."""
     source = {"method": "whole", "ipc": None, "labels": "hard"}
     pixels, labels = data.train.images, data.train.labels()
-    settings = _Settings(net, protocol, repeats, seed, split, runtime, report, _Saver(folder, checkpoint_seconds))
+    settings = _Settings(net, protocol, repeats, seed, split, runtime, report, Saver(folder, checkpoint_seconds))
     return _train_and_test(pixels, labels, data, source, settings)
 
 
@@ -269,7 +267,7 @@ class _Settings:
     split: str
     runtime: Runtime | None
     report: Callable[[int, int], None] | None
-    saver: _Saver
+    saver: Saver
 
 
 def _train_and_test(
@@ -296,9 +294,9 @@ def _train_and_test(
         "seed": seed,
         "precision": runtime.precision,
     }
-    with runtime.active():
+    with runtime.active(), saver.claimed(record):
         trainer = Trainer(flat_net, train, recipe, repeats, seed, runtime)
-        measured, earlier = saver.begin(trainer, record)
+        measured, earlier = saver.begin(trainer, protocol.checks)
         with stop_politely() as stopping:
             while trainer.epoch < recipe.epochs:
                 trainer.run(trainer.epoch + 1)
@@ -307,7 +305,7 @@ def _train_and_test(
                     if settings.report is not None:
                         settings.report(trainer.epoch, recipe.epochs)
                 saver.tend(trainer, measured, earlier + time.perf_counter() - began, stopping.is_set())
-    saver.finish()
+        saver.finish()
     values = torch.stack([measured[epoch] for epoch in protocol.checks])
     record |= {
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -317,47 +315,6 @@ def _train_and_test(
     seconds = earlier + time.perf_counter() - began
     means = {epoch: float(v.mean()) for epoch, v in measured.items()}
     return Result(values[-1].tolist(), values.max(0).values.tolist(), means, seconds, record)
-
-
-class _Saver:
-    """Checkpoints of one evaluation in its run's folder; without a folder, nothing is written and nothing resumed."""
-
-    def __init__(self, folder: RunFolder | None, every: float):
-        self._folder, self._every = folder, every
-        self._last = time.perf_counter()
-        self._path: Path | None = None
-
-    def begin(self, trainer: Trainer, record: Mapping[str, Any]) -> tuple[dict[int, torch.Tensor], float]:
-        """(accuracies measured before, seconds spent before); the trainer continues where a checkpoint left it.
-
-        A checkpoint's name is a digest of everything that decides its outcome, so another evaluation never takes it.
-        """
-        if self._folder is None:
-            return {}, 0.0
-        digest = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:16]
-        self._path = self._folder / f"evaluation-{digest}.safetensors"
-        if not self._path.exists():
-            return {}, 0.0
-        try:
-            tensors, state = read_checked(self._path)
-        except M3DError as error:
-            raise M3DError(f"{error}; delete it to begin this evaluation again") from error
-        trainer.load(tensors)
-        return {int(epoch): tensors[f"accuracy.{epoch}"] for epoch in state["measured"]}, float(state["seconds"])
-
-    def tend(self, trainer: Trainer, measured: Mapping[int, torch.Tensor], seconds: float, stopping: bool) -> None:
-        """Save if it is time to, or if the work is asked to stop."""
-        if stopping or (self._path is not None and time.perf_counter() - self._last > self._every):
-            if self._path is not None:
-                tensors = {**trainer.state(), **{f"accuracy.{epoch}": v for epoch, v in measured.items()}}
-                write_checked(self._path, tensors, {"measured": list(measured), "seconds": seconds})
-            self._last = time.perf_counter()
-        if stopping:
-            raise Interrupted(trainer.epoch, "epochs")
-
-    def finish(self) -> None:
-        if self._path is not None:
-            self._path.unlink(missing_ok=True)
 
 
 def _split_of(data: Dataset, split: str) -> ClassData:

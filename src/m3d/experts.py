@@ -78,24 +78,26 @@ def train_experts(
     images = Images(data.train.images, data.train.labels(), data.normalise()).prepared()
     for group in trajectories.groups():
         files = [trajectories.file(group, epoch) for epoch in range(epochs + 1)]
-        there = next((epoch for epoch, file in enumerate(files) if not file.exists()), epochs + 1)
-        for file in files[:there]:
-            _checked(file, (len(group), net.size))
+        there = next((e for e, file in enumerate(files) if not _whole(file, (len(group), net.size))), epochs + 1)
         if there <= epochs:
             trainer = Trainer(net, images, recipe, len(group), seed, runtime, first=group[0])
             _train(trainer, files, there, asked)
     return trajectories
 
 
-def _checked(file: Path, shape: tuple[int, int]) -> Tensor:
-    """[experts, P] of a whole file."""
+def _whole(file: Path, shape: tuple[int, int]) -> bool:
+    """Whether a file is there and holds [experts, P]; a damaged one is trained again, which costs time and is said."""
+    if not file.exists():
+        return False
     try:
-        flat = read_checked(file)[0]["flat"]
-    except (M3DError, KeyError) as error:
-        raise M3DError(f"{error}; delete it to train these experts again") from error
-    if flat.shape != shape:
-        raise M3DError(f"{str(file)!r} holds {list(flat.shape)} parameters, expected {list(shape)}; delete it")
-    return flat
+        flat = read_checked(file)[0].get("flat")
+    except M3DError as error:
+        log.warning("%s; these experts are trained again from there", error)
+        return False
+    if flat is None or flat.shape != shape:
+        log.warning("%r does not hold %d × %d parameters; these experts are trained again", str(file), *shape)
+        return False
+    return True
 
 
 def _train(trainer: Trainer, files: list[Path], there: int, asked: dict[str, object]) -> None:
@@ -107,7 +109,7 @@ def _train(trainer: Trainer, files: list[Path], there: int, asked: dict[str, obj
         write_checked(files[0], {"flat": flat}, asked)
         there = 1
     else:
-        flat = _checked(files[there - 1], (len(lanes), net.size))
+        flat = read_checked(files[there - 1])[0]["flat"]
     trainer.load({"flat": flat, "velocity": torch.zeros_like(flat), "epoch": torch.tensor(there - 1)})
     for epoch in range(there, len(files)):
         trainer.run(epoch)

@@ -6,6 +6,7 @@ import io
 import re
 import shutil
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from m3d.errors import M3DError, unknown
-from m3d.files import write_bytes, write_json
+from m3d.files import sync_folder, sync_tree, write_bytes, write_json
 from m3d.store import CondensedSet
 
 FORMATS = ("imagefolder", "npz", "pt")
@@ -62,7 +63,9 @@ def _image_folder(condensed: CondensedSet, images: Tensor, labels: Tensor, desti
             write_bytes(workplace / "soft_labels.csv", _soft_rows(names, written, condensed.soft).encode())
         write_json(workplace / "manifest.json", dict(condensed.manifest))
         workplace.chmod(0o755)
+        sync_tree(workplace)
         workplace.rename(destination)
+        sync_folder(destination.parent)
     except OSError as error:
         raise M3DError(f"cannot write {str(destination)!r}: {error.strerror or error}") from error
     finally:
@@ -78,9 +81,25 @@ def _soft_rows(names: list[str], files: list[str], soft: Tensor) -> str:
 
 
 def _folder_names(class_names: list[str]) -> list[str]:
-    """Class names as safe, distinct folder names."""
-    safe = [re.sub(r"[^\w.\- ]", "_", name).strip(". ") or "class" for name in class_names]
-    return [n if safe.count(n) == 1 else f"{n}_{i}" for i, n in enumerate(safe)]
+    """Class names as safe folder names, distinct even where case does not count; none leads out of the folder."""
+    safe = [_safe(name) for name in class_names]
+    often = Counter(name.casefold() for name in safe)
+    taken = {name for name, count in often.items() if count == 1}  # these keep their names
+    names = []
+    for index, name in enumerate(safe):
+        if often[name.casefold()] > 1:
+            name = f"{name}_{index}"
+            while name.casefold() in taken:
+                name += "_"
+            taken.add(name.casefold())
+        names.append(name)
+    return names
+
+
+def _safe(name: str) -> str:
+    """Letters, digits, dots, hyphens and spaces of a name; at most 200 bytes, for a file system takes 255."""
+    plain = re.sub(r"[^\w.\- ]", "_", name).strip(". ")
+    return plain.encode(errors="ignore")[:200].decode(errors="ignore").strip(". ") or "class"
 
 
 def _npz(condensed: CondensedSet, images: Tensor, labels: Tensor, destination: Path) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from m3d.errors import M3DError
 from m3d.files import write_bytes
+from m3d.limits import plain_file
 from m3d.store import CondensedSet, RunFolder
 
 FORMATS = ("png", "svg", "pdf")
@@ -87,7 +88,11 @@ def loss_curve(folder: RunFolder) -> Figure:
     file = folder / RunFolder.HISTORY
     if not file.exists():
         raise M3DError(f"{str(folder.path)!r} has no history; only runs with steps have one")
-    table = np.loadtxt(file, delimiter=",", skiprows=1, ndmin=2)
+    plain_file(file)
+    try:
+        table = np.loadtxt(file, delimiter=",", skiprows=1, ndmin=2, usecols=(0, 1))
+    except (OSError, ValueError) as error:
+        raise M3DError(f"{str(file)!r} is no table of steps and losses: {error}") from error
     figure = Figure(figsize=(5.5, 3.2))
     axes = figure.add_subplot()
     axes.plot(table[:, 0], table[:, 1], color="#9ecae1", linewidth=0.6, label="each step")

@@ -35,8 +35,8 @@ class Descent:
     gamma: float = 0.5
 
     def __post_init__(self) -> None:
-        if not 0 < self.lr < float("inf"):
-            raise M3DError(f"lr={self.lr} is not valid; allowed: a positive number")
+        if not 0 < self.lr <= 1e30:  # float32, in which pixels move, ends near 3e38
+            raise M3DError(f"lr={self.lr} is not valid; allowed: a positive number, at most 1e30")
         if not 0 <= self.momentum < 1:
             raise M3DError(f"momentum={self.momentum} is not valid; allowed: 0 up to, but not including, 1")
 

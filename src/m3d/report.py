@@ -33,33 +33,42 @@ def rows_of(runs: Sequence[str | Path]) -> list[dict[str, Any]]:
         if not results:
             raise M3DError(f"{str(folder.path)!r} has no result yet; make one with: m3d evaluate {folder.path}")
         for record in results:
-            if not isinstance(record, dict) or not {"method", "accuracy", "protocol", "data"} <= set(record):
-                raise M3DError(f"{str(folder / RunFolder.RESULTS)!r} holds a line that is no result record")
-            soft, ranking = record.get("labels", "hard") == "soft", record.get("ranking")
-            last, best = (record["accuracy"], record["sd"]), (record["best_of_checks"], record["best_sd"])
-            rows.append(
-                {
-                    "run": folder.path.name,
-                    "method": record["method"],
-                    "data": record["data"]["name"],
-                    "ipc": record["ipc"],
-                    "protocol": _rules(record),
-                    "net": record["net"],
-                    "last": None if soft else last,
-                    "best": None if soft else best,
-                    "n": record["n"],
-                    "steps": manifest.get("steps"),
-                    "seconds": _seconds(manifest, soft),
-                    "memory": (manifest.get("peak_memory") or 0) / 2**30 or None,  # GiB
-                    "soft_last": last if soft else None,
-                    "soft_best": best if soft else None,
-                    "pixel_bytes": storage["pixels"],
-                    "label_bytes": storage["labels"],
-                    "lrs": (ranking["lrs"], ranking["lrs_error"]) if ranking else None,
-                    "ars": (ranking["ars"], ranking["ars_error"]) if ranking else None,
-                }
-            )
+            try:
+                rows.append(_row(folder.path.name, record, manifest, storage))
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                raise M3DError(
+                    f"{str(folder / RunFolder.RESULTS)!r} holds a line that is no result record: {error}"
+                ) from error
     return rows
+
+
+def _row(
+    name: str, record: Mapping[str, Any], manifest: Mapping[str, Any], storage: Mapping[str, int]
+) -> dict[str, Any]:
+    """One result of a run, with the cost of its condensation."""
+    soft, ranking = record.get("labels", "hard") == "soft", record.get("ranking")
+    last = (float(record["accuracy"]), float(record["sd"]))
+    best = (float(record["best_of_checks"]), float(record["best_sd"]))
+    return {
+        "run": name,
+        "method": record["method"],
+        "data": record["data"]["name"],
+        "ipc": record["ipc"],
+        "protocol": _rules(record),
+        "net": record["net"],
+        "last": None if soft else last,
+        "best": None if soft else best,
+        "n": record["n"],
+        "steps": manifest.get("steps"),
+        "seconds": _seconds(manifest, soft),
+        "memory": (manifest.get("peak_memory") or 0) / 2**30 or None,  # GiB
+        "soft_last": last if soft else None,
+        "soft_best": best if soft else None,
+        "pixel_bytes": storage["pixels"],
+        "label_bytes": storage["labels"],
+        "lrs": (ranking["lrs"], ranking["lrs_error"]) if ranking else None,
+        "ars": (ranking["ars"], ranking["ars_error"]) if ranking else None,
+    }
 
 
 def columns_of(rows: Sequence[dict[str, Any]]) -> tuple[str, ...]:
@@ -75,7 +84,7 @@ def _seconds(manifest: Mapping[str, Any], soft: bool) -> float | None:
     return sum(part for part in parts if part is not None) if any(part is not None for part in parts) else None
 
 
-def _rules(record: dict[str, Any]) -> str:
+def _rules(record: Mapping[str, Any]) -> str:
     """The protocol with what makes results incomparable: its epochs, and the split if it is not the test data."""
     split = record["data"]["split"]
     return f"{record['protocol']['name']}/{record['protocol']['epochs']}" + ("" if split == "test" else f" on {split}")

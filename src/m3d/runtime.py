@@ -238,7 +238,7 @@ def stop_politely() -> Iterator[threading.Event]:
     left = deadline - time.monotonic()
     if left <= 0:
         asked.set()  # at once, not when a timer's thread gets its turn
-    timer = threading.Timer(max(0.0, left), asked.set)
+    timer = threading.Timer(min(max(0.0, left), threading.TIMEOUT_MAX / 2), asked.set)
     timer.daemon = True
     timer.start()
     try:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,14 +20,18 @@ from m3d.errors import M3DError
 from m3d.files import (
     append_line,
     json_object,
-    read_checked,
     read_json,
+    read_newest,
     read_tensors,
+    set_aside,
     sha256,
+    sweep,
     write_bytes,
     write_checked,
     write_json,
 )
+from m3d.limits import parse_json, plain_file
+from m3d.lock import claim
 from m3d.normalise import Normalise
 from m3d.synth import Tiles
 
@@ -143,16 +149,19 @@ class CondensedSet:
                 f"{str(file)!r}: images are {self.images.dtype} {list(self.images.shape)}; "
                 f"expected float32 [{n}, channels, height, width]"
             )
-        channels = self.images.shape[1]
+        channels, height, width = self.images.shape[1:]
+        self.tiles.require((channels, height, width))
         if {len(self.manifest["mean"]), len(self.manifest["std"])} != {channels}:
             raise M3DError(f"{str(file)!r}: mean and std must have {channels} values, one per channel")
+        if not n or not self.images.numel():
+            raise M3DError(f"{str(file)!r}: images are {list(self.images.shape)}; a set holds one image at least")
         if not (torch.isfinite(self.images).all() and self.images.min() >= 0 and self.images.max() <= 1):
             raise M3DError(f"{str(file)!r}: pixels must lie in [0, 1]")
         if self.labels.shape != (n,) or self.labels.dtype != torch.int64:
             raise M3DError(
                 f"{str(file)!r}: labels are {self.labels.dtype} {list(self.labels.shape)}; expected int64 [{n}]"
             )
-        if n and not (0 <= int(self.labels.min()) <= int(self.labels.max()) < classes):
+        if not (0 <= int(self.labels.min()) <= int(self.labels.max()) < classes):
             raise M3DError(f"{str(file)!r}: labels must lie between 0 and {classes - 1}")
         self._check_soft(file, n * self.tiles.cells, classes)
 
@@ -197,6 +206,7 @@ class RunFolder:
     RUN = "run.json"
     HISTORY = "history.csv"
     RESULTS = "results.jsonl"
+    _KNOWN = (CONDENSED, BEST, CHECKPOINT, PREVIOUS, HISTORY, RESULTS)
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
@@ -208,8 +218,17 @@ class RunFolder:
     def finished(self) -> bool:
         return (self / self.CONDENSED).exists()
 
+    @contextmanager
+    def claimed(self, work: str) -> Iterator[None]:
+        """Hold the folder against other processes, and remove what killed ones left half written."""
+        self._require_folder()
+        with claim(self.path, work):
+            for name in (*self._KNOWN, self.RUN):
+                sweep(self / name)
+            yield
+
     def begin(self, request: Mapping[str, Any], overwrite: bool = False) -> None:
-        """Claim the folder for a new run and write down what was asked."""
+        """Begin a new run and write down what was asked."""
         self.require_free(overwrite)
         if (self / self.RUN).exists() or self.finished:
             self._clear()
@@ -222,15 +241,18 @@ class RunFolder:
                 f"{str(self.path)!r} already holds a run; continue it with --resume {self.path}, "
                 f"choose another --out, or pass --overwrite"
             )
+        self._require_folder()
+
+    def _require_folder(self) -> None:
         if self.path.exists() and not self.path.is_dir():
             raise M3DError(f"{str(self.path)!r} is a file; --out must name a folder")
 
     def _clear(self) -> None:
         """Remove all that an earlier run left here, its pictures and exports too: they would not show the new set."""
-        known = (self.CONDENSED, self.BEST, self.CHECKPOINT, self.PREVIOUS, self.HISTORY, self.RESULTS)
         made = ("images.png", "loss.png", "condensed.npz", "condensed.pt")
-        for path in (*(self / name for name in (*known, *made)), *self.path.glob("evaluation-*")):
+        for path in (*(self / name for name in (*self._KNOWN, *made)), *self.path.glob("evaluation-*")):
             path.unlink(missing_ok=True)
+        self.drop_checkpoints()
         shutil.rmtree(self / "imagefolder", ignore_errors=True)
         self.clear_subtasks()
 
@@ -257,23 +279,19 @@ class RunFolder:
 
     def save_checkpoint(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         """Write a checkpoint; the one before stays as a fall-back."""
-        if (self / self.CHECKPOINT).exists():
-            (self / self.CHECKPOINT).replace(self / self.PREVIOUS)
-        write_checked(self / self.CHECKPOINT, tensors, state)
+        write_checked(self / self.CHECKPOINT, tensors, state, keep=self / self.PREVIOUS)
 
     def load_checkpoint(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         """(tensors, state) of the newest whole checkpoint, or None if there is none."""
-        broken: M3DError | None = None
-        for name in (self.CHECKPOINT, self.PREVIOUS):
-            if not (self / name).exists():
-                continue
-            try:
-                return read_checked(self / name)
-            except M3DError as error:
-                broken = error
-        if broken is not None:
-            raise broken
-        return None
+        try:
+            return read_newest(self / self.CHECKPOINT, self / self.PREVIOUS)
+        except M3DError as error:
+            raise M3DError(f"{error}; no whole checkpoint is left, begin again with --overwrite") from error
+
+    def drop_checkpoints(self) -> None:
+        """Remove the checkpoints of a finished run."""
+        for path in (self / self.CHECKPOINT, self / self.PREVIOUS, set_aside(self / self.CHECKPOINT)):
+            path.unlink(missing_ok=True)
 
     def write_history(self, losses: Iterable[float]) -> None:
         rows = "".join(f"{step},{loss:.9g}\n" for step, loss in enumerate(losses))
@@ -286,10 +304,11 @@ class RunFolder:
         file = self / self.RESULTS
         if not file.exists():
             return []
+        plain_file(file)
         try:
-            return [json.loads(line) for line in file.read_text().splitlines()]
-        except (OSError, ValueError) as error:
-            raise M3DError(f"{str(file)!r} is damaged: {error}") from error
+            return [parse_json(line, f"a line of {str(file)!r}") for line in file.read_bytes().splitlines()]
+        except OSError as error:
+            raise M3DError(f"cannot read {str(file)!r}: {error.strerror or error}") from error
 
 
 def _manifest(metadata: Mapping[str, str], file: Path) -> dict[str, Any]:
@@ -302,6 +321,8 @@ def _manifest(metadata: Mapping[str, str], file: Path) -> dict[str, Any]:
             f"{str(file)!r} has format {manifest['format']}; this version reads formats {FORMAT} and {SOFT_FORMAT}"
         )
     for key in ("mean", "std"):
-        if not all(isinstance(v, int | float) for v in manifest[key]):
-            raise M3DError(f"{str(file)!r}: the manifest's {key!r} must be a list of numbers")
+        if not all(type(v) in (int, float) and math.isfinite(v) and (key == "mean" or v > 0) for v in manifest[key]):
+            raise M3DError(f"{str(file)!r}: the manifest's {key!r} must be a list of numbers, those of std positive")
+    if not all(isinstance(name, str) for name in manifest["class_names"]):
+        raise M3DError(f"{str(file)!r}: the manifest's 'class_names' must be texts")
     return manifest

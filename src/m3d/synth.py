@@ -12,6 +12,8 @@ from torch.nn import functional
 from m3d.errors import M3DError
 from m3d.normalise import Normalise
 
+_LARGEST_FACTOR = 16  # decoding takes factor² times a set's memory: a small file must not ask for all there is
+
 
 @dataclass(frozen=True)
 class Tiles:
@@ -26,8 +28,8 @@ class Tiles:
     shrink: Literal["nearest", "bilinear"] = "nearest"
 
     def __post_init__(self) -> None:
-        if self.factor < 1:
-            raise M3DError(f"factor={self.factor} is not valid; allowed: 1, 2, 3, …")
+        if not 1 <= self.factor <= _LARGEST_FACTOR:
+            raise M3DError(f"factor={self.factor} is not valid; allowed: 1 to {_LARGEST_FACTOR}")
 
     @property
     def cells(self) -> int:

@@ -70,11 +70,11 @@ def trained_networks(data: Dataset, spec: str, recipe: Recipe, repeats: int, see
     }
     path = cache_folder() / f"{hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:24]}.safetensors"
     initial = net.fresh(seed, rng.Purpose.TEACHER, _zero(runtime), torch.arange(repeats, device=runtime.device))
-    if path.exists():
-        tensors, about = read_checked(path)
-        seconds = float(about.get("seconds", 0.0))
+    kept = _kept(path, initial.shape)
+    if kept is not None:
+        final, seconds = kept
         log.info("%d trained %s come from the cache; their training took %.1f s", repeats, spec, seconds)
-        return Trained(net, initial, tensors["final"].to(runtime.device), seconds, seconds)
+        return Trained(net, initial, final.to(runtime.device), seconds, seconds)
     log.info("training %d %s for %d epochs on %s", repeats, spec, recipe.epochs, data.name)
     began = time.perf_counter()
     images = _images(data, runtime)
@@ -119,6 +119,22 @@ def _run(trainer: Trainer, begun: Path) -> float:
                 log.info("epoch %d of %d", trainer.epoch, epochs)
                 shown = now
     return earlier
+
+
+def _kept(path: Path, shape: torch.Size) -> tuple[Tensor, float] | None:
+    """([R, P], seconds of training) of a file of the cache; None if it is not there, or damaged, which is said."""
+    if not path.exists():
+        return None
+    try:
+        tensors, about = read_checked(path)
+        final, seconds = tensors.get("final"), float(about.get("seconds", 0.0))
+    except (M3DError, TypeError, ValueError) as error:
+        log.warning("%s; its networks are trained again", error)
+        return None
+    if final is None or final.shape != shape:
+        log.warning("%r does not hold the networks it is named for; they are trained again", str(path))
+        return None
+    return final, seconds
 
 
 def cache_folder() -> Path:

@@ -209,7 +209,7 @@ def test_a_failing_cell_does_not_stop_the_others(capsys, fast, tmp_path):
 
 def test_two_processes_do_not_share_a_folder(fast, tmp_path):
     plan, overrides, _ = fast
-    with lock(tmp_path), pytest.raises(M3DError, match="another m3d is at work"):
+    with lock(tmp_path), pytest.raises(M3DError, match=r"is in use by m3d .*\(process \d+ on"):
         run(plan, plan.cells, Place(tmp_path), overrides)
 
 

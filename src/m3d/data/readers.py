@@ -8,7 +8,6 @@ import math
 import pickle
 import struct
 import tarfile
-import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from m3d.data.archive import read_arrays
 from m3d.errors import M3DError
 
 # (bytes, where they come from) -> images [n, 32, 32, 3], labels [n]
@@ -236,17 +236,9 @@ _NPZ_KEYS = ("x_train", "y_train", "x_test", "y_test")
 
 def read_npz(path: Path) -> Arrays:
     """An .npz with x_train, y_train, x_test, y_test (images NHWC or NHW) and, if it likes, class_names."""
-    try:
-        archive = np.load(path, allow_pickle=False)
-        found = archive.files if isinstance(archive, np.lib.npyio.NpzFile) else []
-        if not set(_NPZ_KEYS) <= set(found):
-            raise M3DError(f"{path}: found the keys {', '.join(found) or 'none'}; needed: {', '.join(_NPZ_KEYS)}")
-        with archive:
-            parts = {key: archive[key] for key in (*_NPZ_KEYS, "class_names") if key in found}
-    except M3DError:
-        raise
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise M3DError(f"{path}: cannot be read as an .npz of plain arrays ({error})") from error
+    found, parts = read_arrays(path, (*_NPZ_KEYS, "class_names"))
+    if not set(_NPZ_KEYS) <= set(found):
+        raise M3DError(f"{path}: found the keys {', '.join(found) or 'none'}; needed: {', '.join(_NPZ_KEYS)}")
     x_train, x_test = (_images(parts[key], f"{path}: {key}") for key in ("x_train", "x_test"))
     y_train, y_test = (_labels(parts[key], f"{path}: {key}") for key in ("y_train", "y_test"))
     if x_train.shape[1:] != x_test.shape[1:]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from m3d.errors import M3DError
 from m3d.grid.cells import Cell, Overrides, cell_digest
+from m3d.lock import claim
 
 Record = Mapping[str, Any]
 
@@ -60,18 +61,6 @@ class Journal:
             del self._by_digest[digest]
 
 
-@contextmanager
-def lock(folder: Path) -> Iterator[None]:
-    """Refuse to work where another process is at work; where the system has no such locks, nothing is checked."""
-    try:
-        import fcntl
-    except ImportError:
-        yield
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the system lets go of it when the process ends
-        except OSError as error:
-            raise M3DError(f"another m3d is at work in {str(folder)!r}; give another --out") from error
-        yield
+def lock(folder: Path) -> AbstractContextManager[None]:
+    """Refuse to work where another process is at work."""
+    return claim(folder, "m3d reproduce or sweep")

@@ -1,0 +1,192 @@
+"""Power cuts, torn files, two processes at once: what is on disk is whole, and work goes on from it."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+import m3d
+from m3d.errors import Interrupted, M3DError
+from m3d.evaluation import evaluate, make_protocol
+from m3d.files import append_line, read_checked, read_json, read_newest, sweep, write_bytes, write_checked
+from m3d.runtime import Runtime
+from m3d.store import CondensedSet, RunFolder
+from m3d.trained import cache_folder, default_recipe, trained_networks
+
+CPU = Runtime.choose("cpu")
+NET = "convnet1:width=4"
+
+
+def test_the_order_of_writes_survives_a_power_cut(tmp_path, monkeypatch):
+    """Content reaches the disk before its name does, new folders before what is in them, names last."""
+    done = []
+    sync, replace = os.fsync, os.replace
+
+    def what(handle: int) -> str:
+        path = Path(f"/proc/self/fd/{handle}").readlink()
+        return "folder " + path.name if path.is_dir() else "content"
+
+    monkeypatch.setattr("os.fsync", lambda handle: (done.append(what(handle)), sync(handle)))
+    monkeypatch.setattr("os.replace", lambda a, b: (done.append(f"rename to {Path(b).name}"), replace(a, b)))
+    write_bytes(tmp_path / "a" / "b" / "new", b"1", keep=tmp_path / "a" / "b" / "old")
+    assert done == ["folder a", f"folder {tmp_path.name}", "content", "rename to new", "folder b"]
+    done.clear()
+    write_bytes(tmp_path / "a" / "b" / "new", b"2", keep=tmp_path / "a" / "b" / "old")
+    assert done == ["content", "rename to old", "rename to new", "folder b"]
+    assert (tmp_path / "a" / "b" / "old").read_bytes() == b"1" and (tmp_path / "a" / "b" / "new").read_bytes() == b"2"
+
+
+def test_a_failed_checkpoint_leaves_both_before_it(tmp_path, monkeypatch):
+    folder = RunFolder(tmp_path)
+    for step in (1, 2):
+        folder.save_checkpoint({"x": torch.full((3,), float(step))}, {"step": step})
+
+    def full(handle):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", full)
+        with pytest.raises(M3DError, match="No space left"):
+            folder.save_checkpoint({"x": torch.zeros(3)}, {"step": 3})
+    assert read_checked(folder / RunFolder.CHECKPOINT)[1] == {"step": 2}
+    assert read_checked(folder / RunFolder.PREVIOUS)[1] == {"step": 1}
+
+
+def test_a_damaged_checkpoint_never_takes_the_place_of_a_whole_one(tmp_path, caplog):
+    """Fall back, write again, be killed between the renames: the one that was whole is still there."""
+    folder = RunFolder(tmp_path)
+    for step in (1, 2):
+        folder.save_checkpoint({"x": torch.full((3,), float(step))}, {"step": step})
+    newest = folder / RunFolder.CHECKPOINT
+    newest.write_bytes(newest.read_bytes()[:-3])
+    assert folder.load_checkpoint()[1] == {"step": 1}
+    assert "not a whole safetensors file" in caplog.text and "going on from 'checkpoint.previous" in caplog.text
+    folder.save_checkpoint({"x": torch.zeros(3)}, {"step": 3})
+    assert read_checked(folder / RunFolder.PREVIOUS)[1] == {"step": 1}
+    assert folder.load_checkpoint()[1] == {"step": 3}
+    newest.unlink()
+    assert folder.load_checkpoint()[1] == {"step": 1}
+    (folder / RunFolder.PREVIOUS).write_bytes(b"torn")
+    with pytest.raises(M3DError, match="no whole checkpoint is left"):
+        folder.load_checkpoint()
+    folder.drop_checkpoints()
+    assert not list(tmp_path.iterdir()) and folder.load_checkpoint() is None
+
+
+def test_a_changed_state_is_seen(tmp_path):
+    file = tmp_path / "a.safetensors"
+    write_checked(file, {"x": torch.arange(3.0).bfloat16()}, {"step": 5, "pairs": [(1, 0.1)], "by": {3: None}})
+    assert read_checked(file)[1] == {"step": 5, "pairs": [[1, 0.1]], "by": {"3": None}}
+    file.write_bytes(file.read_bytes().replace(b'\\"step\\": 5', b'\\"step\\": 7'))
+    with pytest.raises(M3DError, match="its state does not match its checksum"):
+        read_newest(file, tmp_path / "none")
+
+
+def test_leftovers_of_killed_writes_are_swept(tmp_path):
+    (tmp_path / ".run.json.abcd1234").write_text("half")
+    (tmp_path / ".run.json.lock").write_text("not one of them")
+    (tmp_path / ".other.json.abcd1234").write_text("another's")
+    sweep(tmp_path / "run.json")
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".other.json.abcd1234", ".run.json.lock"]
+
+
+def test_two_processes_append_without_losing_a_line(tmp_path):
+    file = tmp_path / "results.jsonl"
+    code = """
+        import sys
+        from pathlib import Path
+        from m3d.files import append_line
+        for k in range(20):
+            append_line(Path(sys.argv[1]), {"who": sys.argv[2], "k": k})
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code), str(file)]
+    for process in [subprocess.Popen([*command, who]) for who in "ab"]:
+        assert process.wait(timeout=120) == 0
+    append_line(file, {"who": "c", "k": 0})
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [sum(line["who"] == who for line in lines) for who in "abc"] == [20, 20, 1]
+    assert [p.name for p in tmp_path.iterdir()] == ["results.jsonl"]
+
+
+def test_a_run_in_use_is_not_touched(tiny, tmp_path):
+    options = {"net": NET, "steps": 2, "batch_real": 2, "out": tmp_path / "run"}
+    with RunFolder(tmp_path / "run").claimed("m3d condense"), pytest.raises(M3DError, match="in use by m3d condense"):
+        m3d.condense(tiny, 1, **options)
+    m3d.condense(tiny, 1, **options)
+    (tmp_path / "run" / RunFolder.CONDENSED).unlink()
+    with RunFolder(tmp_path / "run").claimed("x"), pytest.raises(M3DError, match="in use by x"):
+        m3d.resume(tmp_path / "run", data=tiny)
+    with RunFolder(tmp_path / "run").claimed("x"), pytest.raises(M3DError, match="in use by x"):
+        m3d.condense(tiny, 1, overwrite=True, **options)
+    m3d.resume(tmp_path / "run", data=tiny)
+    assert sorted(p.name for p in (tmp_path / "run").iterdir()) == ["condensed.safetensors", "history.csv", "run.json"]
+
+
+def test_a_torn_evaluation_falls_back_to_the_checkpoint_before(tiny, tmp_path, caplog):
+    made = m3d.condense(tiny, 1, net=NET, steps=1, batch_real=2)
+    settings = {"net": NET, "protocol": make_protocol("paper", epochs=8), "repeats": 2, "runtime": CPU}
+    whole = evaluate(made, tiny, **settings)
+
+    def stop(epoch, epochs):
+        if epoch == 6:
+            raise Interrupted(epoch)  # as if it were killed
+
+    with pytest.raises(Interrupted):
+        evaluate(made, tiny, folder=RunFolder(tmp_path), checkpoint_seconds=0.0, report=stop, **settings)
+    newest, previous = sorted(tmp_path.glob("evaluation-*"), key=lambda p: ".previous." in p.name)
+    newest.write_bytes(newest.read_bytes()[:-5])
+    seen = []
+    again = evaluate(made, tiny, folder=RunFolder(tmp_path), report=lambda e, n: seen.append(e), **settings)
+    assert seen == [6, 8] and "going on from" in caplog.text and ".previous." in previous.name
+    assert (again.last, again.best, again.checks) == (whole.last, whole.best, whole.checks)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_damaged_cache_file_is_made_again_and_said(tiny, monkeypatch, tmp_path, caplog):
+    monkeypatch.setenv("M3D_CACHE", str(tmp_path))
+    first = trained_networks(tiny, NET, default_recipe(1), 1, 0, CPU)
+    (file,) = cache_folder().iterdir()
+    content = file.read_bytes()
+    for damage in (content[:-4], b"", content.replace(b'"final"', b'"fin_l"')):
+        caplog.clear()
+        file.write_bytes(damage)
+        again = trained_networks(tiny, NET, default_recipe(1), 1, 0, CPU)
+        assert torch.equal(again.final, first.final) and "trained again" in caplog.text
+        assert torch.equal(read_checked(file)[0]["final"], first.final)
+
+
+def test_json_of_any_size_depth_or_kind_is_refused_soon(tmp_path):
+    file = tmp_path / "run.json"
+    for content, message in (
+        ('{"a":' * 100_000, "not valid JSON"),
+        ('{"a":' * 100 + "1" + "}" * 100, "more than 64 levels deep"),
+        (" " * (2**24 + 1), "allowed: at most 16777216"),
+        ('{"a": ' + "9" * 5000 + "}", "not valid JSON"),
+        ("\udcff", "not valid JSON"),
+    ):
+        file.write_text(content, errors="surrogateescape")
+        with pytest.raises(M3DError, match=message):
+            read_json(file)
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(M3DError, match="not a plain file"):
+        read_json(file)
+
+
+def test_a_strangers_recipe_is_checked_and_downloads_nothing_to_its_folder(tiny_file, tmp_path, monkeypatch):
+    monkeypatch.setattr("m3d.data.official._download", lambda *a: pytest.fail("the network was asked"))
+    made = m3d.condense(tiny_file, 1, net=NET, steps=1, batch_real=2)
+    for recipe, message in (
+        ({"source": "cifar10", "data_root": str(tmp_path)}, "downloading is switched off"),
+        ({"source": "digits", "download": True}, "download=True is not valid"),
+        ({"source": 3}, "source=3 is not valid"),
+        ({"source": "digits", "size": True}, "size=True is not valid"),
+    ):
+        odd = CondensedSet(made.images, made.labels, {**made.manifest, "data": {"name": "x", "recipe": recipe}})
+        with pytest.raises(M3DError, match=message):
+            m3d.evaluate(odd)
