@@ -11,8 +11,9 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # the fused kernels run, slowly, on the CPU
 
-from m3d.data import ClassData, Dataset, load_data
-from m3d.data.classes import channel_statistics
+from toys import make_dataset
+
+from m3d.data import Dataset, load_data
 
 torch.set_num_threads(1)
 
@@ -26,25 +27,6 @@ def own_cache(tmp_path_factory, monkeypatch):
 @pytest.fixture(scope="session")
 def digits() -> Dataset:
     return load_data("digits")
-
-
-def make_dataset(
-    classes: int = 3, per_class: int = 12, shape: tuple[int, int, int] = (3, 8, 8), seed: int = 0
-) -> Dataset:
-    """Noise around one random colour pattern per class: easy to tell apart, cheap to make."""
-    generator = np.random.default_rng(seed)
-    ch, h, w = shape
-    patterns = generator.integers(40, 215, (classes, 1, h, w, ch))
-    names = tuple(f"class {c}" for c in range(classes))
-
-    def split(n: int, name: str) -> ClassData:
-        images = np.clip(patterns + generator.normal(0, 20, (classes, n, h, w, ch)), 0, 255).astype(np.uint8)
-        labels = np.repeat(np.arange(classes), n)
-        return ClassData.from_labels(images.reshape(-1, h, w, ch), labels, names, name)
-
-    train, test = split(per_class, "train"), split(4, "test")
-    mean, std = channel_statistics(train.images)
-    return Dataset("tiny", train, test, names, mean, std)
 
 
 @pytest.fixture

@@ -4,8 +4,8 @@ import signal
 
 import pytest
 import torch
-from conftest import make_dataset
 from torch.nn import functional
+from toys import make_dataset
 
 from m3d.augment import Augment
 from m3d.engine import Watch, condense

@@ -12,7 +12,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from conftest import make_dataset
+from toys import make_dataset
 
 import m3d
 from m3d.cli import main

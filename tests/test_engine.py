@@ -273,7 +273,7 @@ def test_dms_published_settings_are_its_defaults():
 
 def test_equal_images_do_not_move():
     """One image per class: start and target are the same, so there is nothing to gain and nothing happens."""
-    from conftest import make_dataset
+    from toys import make_dataset
 
     data = make_dataset(per_class=1)
     start = RandomReal()(data, 1, 0, CPU)
@@ -466,7 +466,7 @@ def test_the_record_is_not_changed_by_a_run(tiny):
 
 
 def test_validation_keeps_the_best_set_beside_the_last(tmp_path):
-    from conftest import make_dataset
+    from toys import make_dataset
 
     data = make_dataset(per_class=20).hold_out(0.25, 0)
     options = {"steps": 20, "batch_real": 4, "lr": 0.05, "eval_options": {"repeats": 1}}
@@ -518,7 +518,7 @@ def test_coresets_are_methods_without_steps(tiny):
 
 
 def test_a_class_smaller_than_the_batch_is_read_in_passes():
-    from conftest import make_dataset
+    from toys import make_dataset
 
     data = make_dataset(per_class=5)
     index = data.train.deck(0, torch.arange(2), 8)

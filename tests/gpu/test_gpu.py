@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import make_dataset
+from toys import make_dataset
 
 from m3d import rng
 from m3d.augment import Augment
