@@ -49,7 +49,8 @@ ALLOWED = {
     "m3d.report": {"m3d.store"},
     "m3d.export": {"m3d.files", "m3d.store"},
     "m3d.evaluation": {
-        "m3d.augment", "m3d.data", "m3d.nets", "m3d.photo", "m3d.runtime", "m3d.saver", "m3d.store", "m3d.train",
+        "m3d.augment", "m3d.data", "m3d.files", "m3d.nets", "m3d.photo", "m3d.runtime", "m3d.saver", "m3d.store",
+        "m3d.train",
     },
     "m3d.teachers": {"m3d.data", "m3d.nets", "m3d.runtime", "m3d.store", "m3d.trained"},
     "m3d.ranking": {

@@ -305,8 +305,8 @@ def test_wrong_requests(capsys, hard, tiny, digits, tmp_path):
 
 
 def test_reproduce_uses_classes_alone(soft, tmp_path):
-    from m3d.reproduce.cells import RUNS, Overrides, Source, set_name
-    from m3d.reproduce.work import Place, Watch, Workshop
+    from m3d.grid.cells import RUNS, Overrides, Source, set_name
+    from m3d.grid.work import Place, Watch, Workshop
 
     source = Source("tiny", 2, "random")
     soft.save(tmp_path / RUNS / set_name(source, Overrides()) / RunFolder.CONDENSED)

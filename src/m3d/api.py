@@ -112,9 +112,9 @@ def resume(
     Without ``data`` the dataset is loaded as the run says; either way it must be the one the run began with.
     """
     folder = RunFolder(run)
-    request = _checked_request(folder)
     if folder.finished:
         return CondensedSet.load(folder.path)
+    request = _checked_request(folder)
     dataset = load_recipe(request["data"], repr(str(folder / RunFolder.RUN))) if data is None else data
     prepared = _prepare(request, dataset)
     if dataset.train.fingerprint != request["fingerprint"]:

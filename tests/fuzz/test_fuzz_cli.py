@@ -129,7 +129,7 @@ def test_everything_that_can_be_typed(place, count, capsys, monkeypatch):
     """Everything up to the long work itself."""
     monkeypatch.setattr("m3d.api._Prepared.go", reached)
     monkeypatch.setattr("m3d.evaluation.Trainer", reached)
-    monkeypatch.setattr("m3d.reproduce.work.Workshop.make", reached)
+    monkeypatch.setattr("m3d.grid.work.Workshop.make", reached)
     seen = set()
 
     @cases(0.15)
