@@ -218,6 +218,7 @@ def test_an_overwritten_run_takes_its_subtasks_with_it(file, tmp_path):
         ({"method": "cafe"}, "compares classes with each other"),
         ({"method": "datadam", "net": None}, "batch norm mixes the images"),
         ({"method": "mtt", "net": "convnet2:width=4"}, "cannot be split"),
+        ({"method": "ncfm", "sampler": "learned"}, "it learns numbers that all classes share"),
     ],
 )
 @pytest.mark.parametrize("how", ["processes", "subtasks"])

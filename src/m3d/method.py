@@ -54,9 +54,9 @@ class Matching:
             return "its loss compares classes with each other"
         if net.mixes_images:
             return "its network's batch norm mixes the images of all classes"
-        for part in (self.objective, self.probe):
-            if isinstance(part, nn.Module) and any(True for _ in part.parameters()):
-                return "it learns numbers that all classes share"
+        parts = [part for part in (self.objective, self.probe) if isinstance(part, nn.Module)]
+        if self.objective.learns or any(True for part in parts for _ in part.parameters()):
+            return "it learns numbers that all classes share"
         return None
 
 

@@ -22,6 +22,7 @@ class Objective(nn.Module, Generic[R]):
     """
 
     player: Player | None = None  # who moves its own parameters, where it has some
+    learns = False  # whether ``start`` will give it parameters of its own, which all classes share
     across_classes = False  # whether a class's value depends on other classes; if not, classes may go in chunks
 
     def forward(self, goal: R, seen: R) -> Tensor:
@@ -61,6 +62,7 @@ class Weighted(Objective[R]):
         self.weights = [weight for weight, _ in terms]
         self.terms = nn.ModuleList(term for _, term in terms)
         self.across_classes = any(term.across_classes for _, term in terms)
+        self.learns = any(term.learns for _, term in terms)
 
     def start(self, seed: int, sample: Callable[[], R]) -> None:
         for term in self._parts():

@@ -41,6 +41,7 @@ class CharacteristicGap(Objective[Seen]):
         if not 0 <= amplitude <= 1:
             raise M3DError(f"amplitude={amplitude} is not valid; allowed: a weight from 0 to 1")
         self.frequencies, self.amplitude, self.climber, self.scale = frequencies, amplitude, climber, scale
+        self.learns = climber is not None
         self.register_buffer("noise", None, persistent=False)
         self.generator: Generator | None = None
 
