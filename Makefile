@@ -17,7 +17,7 @@ types: .venv/dev
 	$(BIN)/mypy
 
 unit: .venv/dev
-	$(BIN)/pytest
+	$(BIN)/pytest --numprocesses auto
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
