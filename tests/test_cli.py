@@ -448,3 +448,20 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path):
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130 and "--resume" in err and str(folder) in err and "Traceback" not in err
     assert (folder / RunFolder.CHECKPOINT).exists()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
+def test_ctrl_c_during_an_import_ends_at_once(tmp_path):
+    """An exception raised there may be swallowed by the library, and the command would go on."""
+    (tmp_path / "slow.py").write_text(
+        "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept KeyboardInterrupt:\n    pass\n"
+    )
+    words = [sys.executable, "-m", "m3d", "--plugin", str(tmp_path / "slow.py"), "list", "methods"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "m3d: interrupted\n")
+
+
+def test_an_option_set_twice_is_refused(capsys, tmp_path):
+    twice = ["--set", "kernel=linear", "--set", "kernel=gaussian"]
+    assert "kernel is given twice" in fails(capsys, "condense", "digits", *twice, "--out", tmp_path / "run")
+    assert "kernel is given twice" in fails(capsys, "sweep", "digits", *twice, "--dry-run")

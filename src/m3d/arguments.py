@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import typer
@@ -44,12 +49,15 @@ def one_process_unless(shared: bool) -> None:
 
 
 def assignments(texts: list[str]) -> dict[str, str]:
-    values = {}
+    values: dict[str, str] = {}
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals or not name.strip():
             raise M3DError(f"--set {text!r}: expected name=value")
-        values[name.strip().replace("-", "_")] = value.strip()
+        key = name.strip().replace("-", "_")
+        if key in values:
+            raise M3DError(f"--set {text}: {key} is given twice, and was {values[key]} before")
+        values[key] = value.strip()
     return values
 
 
@@ -60,6 +68,32 @@ def refuse_others(context: typer.Context, option: str, beside: set[str]) -> None
         if name not in beside and source is not None and source.name == "COMMANDLINE":
             shown = name.rstrip("_").replace("_", "-")
             raise M3DError(f"{option} continues a run with its own settings; {shown} cannot be given beside it")
+
+
+@contextmanager
+def stop_in_imports() -> Iterator[None]:
+    """Ctrl-C while a library is being imported ends the process at once.
+
+    PyTorch's import takes seconds, and an exception in the midst of it is swallowed, wrapped or fatal.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
+        yield  # somebody else has a say in it
+        return
+    signal.signal(signal.SIGINT, _interrupted)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _interrupted(number: int, frame: FrameType | None) -> None:
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            os.write(2, b"m3d: interrupted\n")
+            os._exit(130)
+        frame = frame.f_back
+    raise KeyboardInterrupt
 
 
 def refused_value(error: Any, arguments: list[str]) -> str:

@@ -18,6 +18,7 @@ from m3d.arguments import (
     one_process_unless,
     refuse_others,
     refused_value,
+    stop_in_imports,
     usage_hint,
 )
 from m3d.errors import Interrupted, M3DError, unknown
@@ -660,7 +661,8 @@ def demo(
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line: one-line errors, exit code 2, no traceback."""
     try:
-        code = app(arguments, prog_name="m3d", standalone_mode=False)
+        with stop_in_imports():
+            code = app(arguments, prog_name="m3d", standalone_mode=False)
     except M3DError as error:
         _fail(str(error), 2)
     except _ClickException as error:
