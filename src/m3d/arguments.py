@@ -28,17 +28,27 @@ def check_ranking(ranking: bool, full: str | None, given: dict[str, int | Path |
         raise M3DError("--full-epochs, --full-run: the whole data are trained on, or were; give one of them")
 
 
-def check_evaluate(run: Path | None, full: str | None, data: str | None, out: Path | None, size: int | None) -> None:
+def check_evaluate(
+    run: Path | None, full: str | None, data: str | None, out: Path | None, size: int | None, on_bad_image: str | None
+) -> None:
     """Refuse what would be ignored."""
     if (run is None) == (full is None):
         raise M3DError("give a run folder, or --full DATASET; one of them")
     for option, value, allowed, rule in (
         ("--data", data, full is None, "it tests a condensed set on other data, and --full has none"),
         ("--out", out, full is not None, "a run's results go to its own folder"),
-        ("--size", size, full is not None or data is not None, "a run's data keep the size they were made with"),
     ):
         if value is not None and not allowed:
             raise M3DError(f"{option} {value}: {rule}")
+    check_reading(full or data, size, on_bad_image)
+
+
+def check_reading(data: str | None, size: int | None, on_bad_image: str | None) -> None:
+    """Refuse to read a run's own data in another way than it was made with."""
+    if data is None and size is not None:
+        raise M3DError(f"--size {size}: a run's data keep the size they were made with")
+    if data is None and on_bad_image is not None:
+        raise M3DError(f"--on-bad-image {on_bad_image}: a run's data are read as they were when it was made")
 
 
 def one_process_unless(shared: bool) -> None:
