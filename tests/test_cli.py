@@ -448,3 +448,58 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path):
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130 and "--resume" in err and str(folder) in err and "Traceback" not in err
     assert (folder / RunFolder.CHECKPOINT).exists()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
+def test_ctrl_c_during_an_import_ends_at_once(tmp_path):
+    """An exception raised there may be swallowed by the library, and the command would go on."""
+    (tmp_path / "slow.py").write_text(
+        "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept KeyboardInterrupt:\n    pass\n"
+    )
+    words = [sys.executable, "-m", "m3d", "--plugin", str(tmp_path / "slow.py"), "list", "methods"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "m3d: interrupted\n")
+
+
+def test_an_option_set_twice_is_refused(capsys, tmp_path):
+    twice = ["--set", "kernel=linear", "--set", "kernel=gaussian"]
+    assert "kernel is given twice" in fails(capsys, "condense", "digits", *twice, "--out", tmp_path / "run")
+    assert "kernel is given twice" in fails(capsys, "sweep", "digits", *twice, "--dry-run")
+
+
+def test_unreadable_images_can_be_left_out_by_every_command_that_reads_a_folder(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for split in ("train", "test"):
+        for name in ("a", "b"):
+            folder = tmp_path / "photos" / split / name
+            folder.mkdir(parents=True)
+            for i in range(4):
+                Image.fromarray(np.full((8 + i, 8, 3), 9 * i, np.uint8)).save(folder / f"{i}.png")
+    photos, fast, net = tmp_path / "photos", ["--epochs", 1, "--repeats", 1], "convnet2:width=8"
+    whole = tmp_path / "whole"
+    assert run(capsys, "condense", photos, "--size", 8, *FAST, "--out", whole)[0] == 0
+    (photos / "train" / "a" / "bad.png").write_text("no image")
+    skip = ["--size", 8, "--on-bad-image", "skip"]
+    assert "--on-bad-image skip" in fails(capsys, "evaluate", "--full", photos, "--size", 8)
+    assert run(capsys, "evaluate", "--full", photos, *skip, *fast, "--net", net)[0] == 0
+    assert run(capsys, "evaluate", whole, "--data", photos, *skip, *fast, "--net", net)[0] == 0
+    assert run(capsys, "sweep", photos, *skip, "--val-fraction", 0.5, "--dry-run")[0] == 0
+    label = ["--teacher", net, "--teachers", 1, "--epochs", 1]
+    assert "with --size" in fails(capsys, "relabel", whole, "--data", photos, *label, "--on-bad-image", "skip")
+    assert run(capsys, "relabel", whole, "--data", photos, *label, *skip)[0] == 0
+    assert "--resume" not in fails(capsys, "relabel", whole, "--data", photos, *label, *skip)  # it is finished
+    for option in (["--size", 8], ["--on-bad-image", "skip"]):
+        assert "a run's data" in fails(capsys, "relabel", whole, *option, "--out", tmp_path / "other")
+        assert "a run's data" in fails(capsys, "evaluate", whole, *option)
+
+
+def test_a_folder_that_is_being_relabelled_is_held(capsys, finished, tmp_path):
+    with RunFolder(tmp_path / "soft").claimed("m3d relabel"):
+        assert "is in use by m3d relabel" in fails(capsys, "relabel", finished, "--out", tmp_path / "soft")
+
+
+def test_help_names_every_plan(capsys):
+    from m3d.reproduce.plans import PLANS
+
+    words = " ".join(run(capsys, "reproduce", "--help")[1].replace(",", " ").replace(";", " ").split()).split()
+    assert set(PLANS) <= set(words)

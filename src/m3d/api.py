@@ -401,6 +401,8 @@ def relabel(
     precision: str = "auto",
     deterministic: bool = False,
     data_root: str | Path | None = None,
+    size: int | None = None,
+    on_bad_image: str | None = None,
     **options: Any,
 ) -> CondensedSet:
     """The set with soft labels, kept in the folder ``out`` if one is given; ``options`` are those of
@@ -415,12 +417,15 @@ def relabel(
     if folder is not None:
         folder.require_free(overwrite)
         folder.require_writable()
-    dataset = data if isinstance(data, Dataset) else load_source(condensed, data, data_root)
-    labelled = relabel_set(condensed, dataset, teachers, runtime)
-    if folder is not None:
+    with nullcontext() if folder is None else folder.claimed("m3d relabel"):
+        if not isinstance(data, Dataset):
+            data = load_source(condensed, data, data_root, size, on_bad_image=on_bad_image)
+        labelled = relabel_set(condensed, data, teachers, runtime)
+        if folder is None:
+            return labelled
         folder.begin({"relabel": dict(labelled.manifest["soft_labels"]), "set": labelled.fingerprint}, overwrite)
         labelled.save(folder / RunFolder.CONDENSED)
-    return labelled
+        return labelled
 
 
 def load_source(
@@ -429,6 +434,7 @@ def load_source(
     data_root: str | Path | None = None,
     size: int | None = None,
     zca: bool | None = None,
+    on_bad_image: str | None = None,
 ) -> Dataset:
     """The dataset a set was made from (and it must be unchanged), or the one named instead.
 
@@ -437,7 +443,7 @@ def load_source(
     source = condensed.manifest["data"]
     zca = "transform" in source if zca is None else zca
     if data is not None:
-        return load_data(data, data_root=data_root, size=size, zca=zca)
+        return load_data(data, data_root=data_root, size=size, zca=zca, on_bad_image=on_bad_image or "error")
     recipe = source.get("recipe")
     if not isinstance(recipe, dict) or "source" not in recipe:
         raise M3DError("the set's manifest does not say where its data came from; name the dataset (--data)")

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import typer
@@ -23,17 +28,27 @@ def check_ranking(ranking: bool, full: str | None, given: dict[str, int | Path |
         raise M3DError("--full-epochs, --full-run: the whole data are trained on, or were; give one of them")
 
 
-def check_evaluate(run: Path | None, full: str | None, data: str | None, out: Path | None, size: int | None) -> None:
+def check_evaluate(
+    run: Path | None, full: str | None, data: str | None, out: Path | None, size: int | None, on_bad_image: str | None
+) -> None:
     """Refuse what would be ignored."""
     if (run is None) == (full is None):
         raise M3DError("give a run folder, or --full DATASET; one of them")
     for option, value, allowed, rule in (
         ("--data", data, full is None, "it tests a condensed set on other data, and --full has none"),
         ("--out", out, full is not None, "a run's results go to its own folder"),
-        ("--size", size, full is not None or data is not None, "a run's data keep the size they were made with"),
     ):
         if value is not None and not allowed:
             raise M3DError(f"{option} {value}: {rule}")
+    check_reading(full or data, size, on_bad_image)
+
+
+def check_reading(data: str | None, size: int | None, on_bad_image: str | None) -> None:
+    """Refuse to read a run's own data in another way than it was made with."""
+    if data is None and size is not None:
+        raise M3DError(f"--size {size}: a run's data keep the size they were made with")
+    if data is None and on_bad_image is not None:
+        raise M3DError(f"--on-bad-image {on_bad_image}: a run's data are read as they were when it was made")
 
 
 def one_process_unless(shared: bool) -> None:
@@ -44,12 +59,15 @@ def one_process_unless(shared: bool) -> None:
 
 
 def assignments(texts: list[str]) -> dict[str, str]:
-    values = {}
+    values: dict[str, str] = {}
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals or not name.strip():
             raise M3DError(f"--set {text!r}: expected name=value")
-        values[name.strip().replace("-", "_")] = value.strip()
+        key = name.strip().replace("-", "_")
+        if key in values:
+            raise M3DError(f"--set {text}: {key} is given twice, and was {values[key]} before")
+        values[key] = value.strip()
     return values
 
 
@@ -60,6 +78,32 @@ def refuse_others(context: typer.Context, option: str, beside: set[str]) -> None
         if name not in beside and source is not None and source.name == "COMMANDLINE":
             shown = name.rstrip("_").replace("_", "-")
             raise M3DError(f"{option} continues a run with its own settings; {shown} cannot be given beside it")
+
+
+@contextmanager
+def stop_in_imports() -> Iterator[None]:
+    """Ctrl-C while a library is being imported ends the process at once.
+
+    PyTorch's import takes seconds, and an exception in the midst of it is swallowed, wrapped or fatal.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
+        yield  # somebody else has a say in it
+        return
+    signal.signal(signal.SIGINT, _interrupted)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _interrupted(number: int, frame: FrameType | None) -> None:
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            os.write(2, b"m3d: interrupted\n")
+            os._exit(130)
+        frame = frame.f_back
+    raise KeyboardInterrupt
 
 
 def refused_value(error: Any, arguments: list[str]) -> str:

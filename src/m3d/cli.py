@@ -15,9 +15,11 @@ from m3d.arguments import (
     assignments,
     check_evaluate,
     check_ranking,
+    check_reading,
     one_process_unless,
     refuse_others,
     refused_value,
+    stop_in_imports,
     usage_hint,
 )
 from m3d.errors import Interrupted, M3DError, unknown
@@ -51,6 +53,9 @@ DataRoot = Annotated[
 ]
 Size = Annotated[int | None, typer.Option(help="Side in pixels that images of a folder are resized and cropped to.")]
 OnBadImage = Annotated[str, typer.Option(help="error, or skip: images that cannot be read are left out and listed.")]
+OnBadImageElsewhere = Annotated[
+    str | None, typer.Option(help="error, or skip: images that cannot be read are left out; default: error.")
+]
 Resident = Annotated[
     str, typer.Option(help="Hold all real images in memory: yes, no (decoded once to the disk), or auto: if they fit.")
 ]
@@ -272,6 +277,7 @@ def evaluate(
     seed: Seed = 0,
     data_root: DataRoot = None,
     size: Size = None,
+    on_bad_image: OnBadImageElsewhere = None,
     zca: Annotated[
         bool | None, typer.Option("--zca/--no-zca", help="ZCA-whitened images; default: as the set was made.")
     ] = None,
@@ -281,7 +287,7 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Train fresh networks on a condensed set and test them on real images."""
-    check_evaluate(run, full, data, out, size)
+    check_evaluate(run, full, data, out, size, on_bad_image)
     parts = {"--selections": selections, "--full-epochs": full_epochs, "--full-run": full_run}
     check_ranking(ranking, full, parts)
     from m3d.api import load_source
@@ -297,9 +303,9 @@ def evaluate(
     runtime = Runtime.choose(device, precision, deterministic)
     condensed = None if run is None else CondensedSet.load(run)
     dataset = (
-        load_data(str(full), data_root=data_root, size=size, zca=bool(zca))
+        load_data(str(full), data_root=data_root, size=size, zca=bool(zca), on_bad_image=on_bad_image or "error")
         if condensed is None
-        else load_source(condensed, data, data_root, size, zca)
+        else load_source(condensed, data, data_root, size, zca, on_bad_image)
     )
     names = [name.strip() for name in nets.split(",")] if nets else [net]
     for name in names:
@@ -365,12 +371,15 @@ def relabel(
     out: Annotated[Path | None, typer.Option(help="Folder for the labelled set; default RUN-soft.")] = None,
     overwrite: Annotated[bool, typer.Option(help="Replace a run that is already in the folder.")] = False,
     data_root: DataRoot = None,
+    size: Size = None,
+    on_bad_image: OnBadImageElsewhere = None,
     device: Device = "auto",
     precision: Precision = "auto",
     deterministic: Annotated[bool, typer.Option(help="Bit-reproducible on CUDA too (the CPU always is).")] = False,
     as_json: Json = False,
 ) -> None:
     """Give a condensed set soft labels: what networks trained on the real data say of its images."""
+    check_reading(data, size, on_bad_image)
     from m3d import api
 
     home = run if run.is_dir() else run.parent
@@ -384,17 +393,17 @@ def relabel(
         "seed": seed,
     }
     place: dict[str, Any] = {"device": device, "precision": precision, "data_root": data_root}
-    place["deterministic"] = deterministic
+    place |= {"deterministic": deterministic, "size": size, "on_bad_image": on_bad_image}
     labelled = api.relabel(run, data, out=folder, overwrite=overwrite, **place, **options)
-    told, size = labelled.manifest["soft_labels"], labelled.storage
+    told, stored = labelled.manifest["soft_labels"], labelled.storage
     if as_json:
-        typer.echo(json.dumps({"run": str(folder), "storage": size, **labelled.manifest}))
+        typer.echo(json.dumps({"run": str(folder), "storage": stored, **labelled.manifest}))
         return
     typer.echo(
         f"{len(labelled.decoded()[0])} images labelled by {teachers} {teacher} in {told['seconds']:.1f} s "
         f"({100 * told['agreement']:.1f} % agree with their class) → {folder}"
     )
-    typer.echo(f"stored: {size['pixels']:,} bytes of pixels + {size['labels']:,} bytes of labels")
+    typer.echo(f"stored: {stored['pixels']:,} bytes of pixels + {stored['labels']:,} bytes of labels")
     typer.echo(f"next: m3d evaluate {quote(str(folder))}")
 
 
@@ -507,8 +516,8 @@ def reproduce(
     name: Annotated[
         str,
         typer.Argument(
-            help="moments, lowres, imagenet, cross-arch, compat, motivation, steps, ipm, kernel, images, all; or the "
-            "paper's number: table1 to table5, fig1 to fig11."
+            help="moments, lowres, methods, imagenet, cross-arch, compat, motivation, steps, ipm, kernel, images, all; "
+            "or the paper's number: table1 to table5, fig1 to fig11."
         ),
     ],
     cell: Annotated[
@@ -571,7 +580,7 @@ def reproduce(
     )
 )
 def sweep(
-    data: Annotated[str, typer.Argument(help="Dataset name, image folder or .npz; see 'm3d list datasets'.")],
+    data: Annotated[str, typer.Argument(help="Dataset name, image folder, .npz or hf:NAME; see 'm3d list datasets'.")],
     method: Annotated[str, typer.Option(help="One or more: m3d,dm; see 'm3d list methods'.")] = "m3d",
     ipc: Annotated[str, typer.Option(help="Images per class, one or more numbers: 1,10.")] = "1",
     set_: Annotated[
@@ -596,6 +605,7 @@ def sweep(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything and print the cells; run none.")] = False,
     data_root: DataRoot = None,
     size: Size = None,
+    on_bad_image: OnBadImageElsewhere = None,
     zca: Annotated[bool, typer.Option("--zca", help="Show networks ZCA-whitened images.")] = False,
     device: Device = "auto",
     precision: Precision = "auto",
@@ -612,7 +622,7 @@ def sweep(
     from m3d.grid.where import Where
     from m3d.sweep import Call, Measured, Sweep, load_options, numbers, values
 
-    load = load_options(val_fraction, final, size)
+    load = load_options(val_fraction, final, size, on_bad_image)
     if dry_run and time_limit is not None:
         raise M3DError(f"--time-limit {time_limit}: nothing is run that could be stopped")
     where = Where(on, gpus_per_cell, cpus_per_cell, retries)
@@ -660,7 +670,8 @@ def demo(
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line: one-line errors, exit code 2, no traceback."""
     try:
-        code = app(arguments, prog_name="m3d", standalone_mode=False)
+        with stop_in_imports():
+            code = app(arguments, prog_name="m3d", standalone_mode=False)
     except M3DError as error:
         _fail(str(error), 2)
     except _ClickException as error:

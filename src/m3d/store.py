@@ -237,9 +237,9 @@ class RunFolder:
     def require_free(self, overwrite: bool = False) -> None:
         """Raise if a run lies here that may not be replaced, or if this is no folder."""
         if ((self / self.RUN).exists() or self.finished) and not overwrite:
+            unfinished = "" if self.finished else f"continue it with m3d condense --resume {self.path}, "
             raise M3DError(
-                f"{str(self.path)!r} already holds a run; continue it with --resume {self.path}, "
-                f"choose another --out, or pass --overwrite"
+                f"{str(self.path)!r} already holds a run; {unfinished}choose another --out, or pass --overwrite"
             )
         self._require_folder()
 

@@ -124,14 +124,16 @@ def numbers(option: str, text: str, least: int) -> list[int]:
     return found
 
 
-def load_options(val_fraction: float | None, final: bool, size: int | None) -> tuple[tuple[str, Value], ...]:
+def load_options(
+    val_fraction: float | None, final: bool, size: int | None, on_bad_image: str | None = None
+) -> tuple[tuple[str, Value], ...]:
     """How the data of a sweep are loaded: a part held out, except for a final measurement."""
     if final and val_fraction is not None:
         raise M3DError(f"--val-fraction {val_fraction}: --final condenses all training data, tests on the test data")
     fraction = 0.1 if val_fraction is None else val_fraction
     if not 0 < fraction < 1:
         raise M3DError(f"--val-fraction {fraction} is not valid; allowed: between 0 and 1, to measure settings on")
-    chosen = {"val_fraction": None if final else fraction, "size": size}
+    chosen = {"val_fraction": None if final else fraction, "size": size, "on_bad_image": on_bad_image}
     return tuple((name, value) for name, value in chosen.items() if value is not None)
 
 

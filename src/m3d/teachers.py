@@ -35,8 +35,9 @@ class Teachers:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.teachers < 1 or self.epochs < 1:
-            raise M3DError(f"teachers={self.teachers}, epochs={self.epochs} is not valid; allowed: 1 and more")
+        for name, value in (("teachers", self.teachers), ("epochs", self.epochs)):
+            if value < 1:
+                raise M3DError(f"{name}={value} is not valid; allowed: 1 and more")
         if not 0 < self.temperature < float("inf"):
             raise M3DError(f"temperature={self.temperature} is not valid; allowed: a positive number")
 

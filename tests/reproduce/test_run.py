@@ -308,3 +308,10 @@ def test_condensed_sets_can_be_looked_at_by_the_other_commands(capsys, fast, tmp
     assert CondensedSet.load(folder).manifest["method"] == "random"
     code, out, _ = call(capsys, "compare", folder)
     assert code == 0 and "quick/2" in out
+
+
+def test_json_prints_a_record_per_cell_whenever_it_was_made(capsys, tmp_path):
+    words = ["reproduce", "fig1", "--json", "--out", tmp_path]
+    printed = [call(capsys, *words, *more)[1] for more in ([], [], ["--render"])]
+    keys = [sorted(json.loads(line)["cell"] for line in out.splitlines()) for out in printed]
+    assert len(keys[0]) == 4 and keys == [keys[0]] * 3

@@ -25,6 +25,11 @@ def check_time_limit(seconds: float | None) -> None:
         raise M3DError(f"--time-limit {seconds} is not valid; allowed: a positive number of seconds")
 
 
+def say_record(record: Record) -> None:
+    """One line of JSON; a picture's pixels are for the file."""
+    typer.echo(json.dumps({k: v for k, v in record.items() if k != "picture"}))
+
+
 @dataclass(frozen=True)
 class Telling:
     """Lines about cells as they begin, end, fail and are tried again; with ``as_json`` their records only."""
@@ -50,7 +55,7 @@ class Telling:
         if not self.as_json:
             typer.echo(f"{cell.key}: {self.headline(cell, record)}")
         elif self.records:
-            typer.echo(json.dumps({k: v for k, v in record.items() if k != "picture"}))
+            say_record(record)
 
     def _failed(self, cell: Cell, error: M3DError) -> None:
         typer.echo("m3d: " + " ".join(f"{cell.key}: {error}".split()), err=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import typer
 from m3d.errors import Interrupted, M3DError, unknown
 from m3d.grid.cells import RUNS, Cell, Overrides
 from m3d.grid.journal import Record
-from m3d.grid.telling import Telling, check_time_limit
+from m3d.grid.telling import Telling, check_time_limit, say_record
 from m3d.grid.where import Where
 from m3d.reproduce.cells import Plan, select
 from m3d.reproduce.plans import find
@@ -69,6 +70,7 @@ class Request:
             if self.name.lower() == "all" and not records.file.exists():
                 continue
             self._say_files(render(records))
+            self._say_records(records, plan.cells)
 
     def run(
         self, data_root: Path | None, device: str, checkpoint_seconds: float, seconds: float | None, again: bool
@@ -93,6 +95,8 @@ class Request:
         """Make a plan's missing cells and show it; returns those that failed."""
         from m3d.reproduce.runner import run
 
+        if not settings["again"]:
+            self._say_records(Records(self.out, plan, self.overrides), cells)  # the others follow as they are made
         telling = Telling(lambda cell, record: headline(plan, cell, record), self.as_json)
         try:
             with telling.watched() as (listener, watch):
@@ -123,6 +127,11 @@ class Request:
 
         records = Records(self.out, plan, self.overrides)
         return render(records) if any(records.of(cell) for cell in plan.cells) else []
+
+    def _say_records(self, records: Records, cells: Iterable[Cell]) -> None:
+        """With --json: those of the cells that are finished."""
+        for record in filter(None, map(records.of, cells)) if self.as_json else ():
+            say_record(record)
 
     def _say_files(self, files: list[Path]) -> None:
         if files and not self.as_json:
