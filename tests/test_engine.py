@@ -584,3 +584,34 @@ def test_wrong_settings_fail_before_any_work(tiny):
     ):
         with pytest.raises(M3DError, match=message):
             Runtime.choose(**arguments)
+
+
+def test_every_run_has_its_own_versions_of_the_compiled_step(tiny):
+    """More runs than the compiler keeps versions of one function: each is compiled, none silently falls back."""
+    torch._dynamo.reset()
+    compiled: list[int] = []
+
+    def backend(graph, inputs):
+        compiled.append(1)
+        return graph.forward
+
+    net, steps = FlatNet(make_net(NET, tiny.shape, 3)), []  # all kept: what is freed makes room
+    for k in range(3):
+        method = method_of(tiny, 3, batch_real=2 + k)
+        steps.append(Step(method, tiny, net, method.tiles.encode(method.init(tiny, 12, 0, CPU)), 0, CPU))
+        steps[-1].refill(0)
+        draws = (steps[-1].lanes, steps[-1].real_index[0], steps[-1].syn_index[0], steps[-1].augmentation[0])
+        with torch._dynamo.config.patch(recompile_limit=1, error_on_recompile=True):
+            value = torch.compile(steps[-1].own_loss(), backend=backend, fullgraph=True, dynamic=False)(*draws)
+        assert len(compiled) == k + 1
+        torch.testing.assert_close(value, steps[-1].loss(*draws))
+
+
+def test_a_graph_that_grows_with_the_classes_is_compiled_only_when_asked_for(tiny, monkeypatch):
+    asked = []
+    monkeypatch.setattr(Runtime, "compiles", lambda self, steps: asked.append(steps) or False)
+    for name in ("dm", "dc"):
+        method = make_method(name, Task("tiny", tiny.shape, 3, 1), {"steps": 7, "batch_real": 2})[0]
+        net = FlatNet(make_net(NET, tiny.shape, 3))
+        Step(method, tiny, net, method.init(tiny, 1, 0, CPU), 0, CPU)
+    assert asked == [7, 0]

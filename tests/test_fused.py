@@ -117,3 +117,33 @@ def test_the_fused_ops_trace_into_one_graph():
         torch.autograd.grad(loss(flat, x), (flat, x)), torch.autograd.grad(compiled(flat, x), (flat, x)), strict=True
     ):
         torch.testing.assert_close(a, b)
+
+
+_COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from m3d.nets import fused_norm
+
+half = {"y_ptr", "out_ptr", "grad_ptr"}
+for kernel in (fused_norm._norm_forward_tiled, fused_norm._norm_backward_tiled):
+    signature, constants = {}, {"Q": 64, "BC": 32, "TILES": 49}
+    for name in kernel.arg_names:
+        pointer = "*bf16" if name in half else "*fp32"
+        number = "fp32" if name == "eps" else "i32"
+        signature[name] = "constexpr" if name in constants else pointer if name.endswith("_ptr") else number
+    source = ASTSource(kernel, signature, {(kernel.arg_names.index(k),): v for k, v in constants.items()})
+    assert triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).metadata.shared < 48_000
+"""
+
+
+def test_the_tiled_kernels_compile_for_a_gpu(tmp_path):
+    """The interpreter takes more than the compiler does; compiling needs no device."""
+    import os
+    import subprocess
+    import sys
+
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    environment.pop("TRITON_INTERPRET", None)
+    done = subprocess.run([sys.executable, "-c", _COMPILE], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]

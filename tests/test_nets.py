@@ -162,3 +162,10 @@ def test_bad_networks_are_refused():
         make_net("convnet3:norm=layer", (3, 32, 32), 10)
     with pytest.raises(M3DError, match="buffers"):
         FlatNet(nn.BatchNorm2d(3))
+
+
+def test_images_of_a_gpu_go_through_in_parts_that_32_bits_can_index():
+    from m3d.nets.flat import _images_at_once
+
+    for nets, n, side, most in ((1, 1280, 32, 16_383), (1, 1280, 224, 334), (10, 64, 224, 33)):
+        assert _images_at_once(torch.empty(nets, n, 3, side, side, device="meta")) == most

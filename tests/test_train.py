@@ -14,7 +14,7 @@ from m3d.nets.norms import BatchNorm
 from m3d.normalise import Normalise
 from m3d.rng import Purpose
 from m3d.runtime import Runtime
-from m3d.train import Images, Recipe, Trainer, cutmix
+from m3d.train import Images, Recipe, Trainer, cross_entropy, cutmix
 
 CPU = Runtime.choose("cpu")
 SHAPE = (3, 8, 8)
@@ -272,3 +272,19 @@ def test_unused_module_storage_is_never_touched():
     module = make_net("convnet2:width=4", SHAPE, 3)
     assert isinstance(module, nn.Module)
     assert all(p.is_meta for p in FlatNet(module).net.parameters())
+
+
+def test_cross_entropy_of_classes_is_that_of_certain_probabilities():
+    """Value and gradient; the backward must not scatter, whose deterministic form cannot be recorded on CUDA."""
+    scores = torch.randn(2, 5, 3, generator=torch.Generator().manual_seed(0)).log_softmax(-1).requires_grad_()
+    classes = torch.tensor([[0, 1, 2, 1, 0], [2, 2, 0, 1, 1]])
+    results = []
+    for target in (classes, functional.one_hot(classes, 3).float()):
+        value = cross_entropy(scores, target)
+        results.append((value, torch.autograd.grad(value.sum(), scores)[0]))
+    torch.testing.assert_close(*results)
+    assert "Gather" not in repr(_graph(cross_entropy(scores, classes).grad_fn))
+
+
+def _graph(node):
+    return [node, *(below for child, _ in node.next_functions if child is not None for below in _graph(child))]

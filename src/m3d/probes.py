@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeVar
+from typing import ClassVar, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,7 +16,10 @@ R_co = TypeVar("R_co", bound=Reading, covariant=True)
 
 
 class Probe(Protocol[R_co]):
-    """Reads a class-major batch through ``eyes``. A probe that learns is a module and names its ``player``."""
+    """Reads a class-major batch through ``eyes``. A probe that learns is a module and names its ``player``.
+
+    One whose graph grows with the classes says ``large_graph = True``: it is compiled only when that is asked for.
+    """
 
     def __call__(self, net: FlatNet, eyes: Eyes, batch: Batch, dtype: torch.dtype) -> R_co: ...
 
@@ -46,6 +49,7 @@ class Gradient:
     (biases, norms) are left out; ``keep`` convolutions leaves out the classifier too.
     """
 
+    large_graph: ClassVar[bool] = True  # ten classes took 64 s to trace alone, thirty 178 s (one CPU thread)
     keep: Literal["matrices", "convolutions"] = "matrices"
 
     def __call__(self, net: FlatNet, eyes: Eyes, batch: Batch, dtype: torch.dtype) -> Grads:

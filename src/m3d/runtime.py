@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import platform
 import signal
@@ -162,6 +163,9 @@ class Repeated:
             self._graph.replay()
 
     def _recorded(self) -> torch.cuda.CUDAGraph:
+        # A recording takes memory of its own, and earlier trainers and steps hold theirs in cycles. PyTorch's capture
+        # no longer collects garbage by itself, and should not be interrupted by it.
+        gc.collect()
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph, stream=_side_stream()):

@@ -306,7 +306,9 @@ def cross_entropy(scores: Tensor, target: Tensor) -> Tensor:
     ``scores`` [R, b, K] are log q; ``target`` [R, b] holds classes, or [R, b, K] the probabilities p.
     """
     if target.ndim == 2:
-        return -scores.gather(2, target[..., None]).mean((1, 2))
+        # Not a gather: its deterministic backward copies from the host, which no recorded step may do.
+        each = functional.nll_loss(scores.flatten(0, 1), target.flatten(), reduction="none")
+        return each.view(target.shape).mean(1)
     return -(scores * target).sum(-1).mean(1)
 
 

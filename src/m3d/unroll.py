@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from m3d import rng
-from m3d.augment import UNIFORMS, Augment
+from m3d.augment import UNIFORMS, Augment, Parameters
 from m3d.errors import M3DError
 from m3d.nets.flat import FlatNet
 from m3d.players import Player
@@ -83,10 +83,13 @@ class Unroll(nn.Module):
         """The student's way, from the expert's start."""
         orders, uniforms = eyes.draws
         images, labels = batch.images.flatten(0, 1), batch.labels.flatten()  # [C·n, ch, h, w], [C·n]
+        # All lessons' at once: some fifty small operations a lesson would be a good part of a recorded step.
+        numbers = self.augment.parameters(uniforms.flatten(0, 1), (images.shape[-2], images.shape[-1])).packed()
+        numbers = numbers.view(*uniforms.shape[:2], -1)
         flat = eyes.flat
         for k, count in enumerate(self.lessons.sizes(len(images))):
             chosen = orders[k, :count]
-            parameters = self.augment.parameters(uniforms[k, :count], (images.shape[-2], images.shape[-1]))
+            parameters = Parameters.unpacked(numbers[k, :count])
             shown = self.augment.apply(images.index_select(0, chosen)[:, None], parameters)[:, 0]
             flat = flat - self.rate * self._gradient(net, flat, shown, labels[chosen], dtype)
         return Segment(eyes.flat, flat)

@@ -176,7 +176,9 @@ def test_photographs_augmentation_is_the_same_and_can_be_recorded():
     recipe = Recipe(epochs=8, batch=4, lr=0.05, cutmix=1.0, photo=Photo())
     batches = []
     for device in ("cpu", "cuda"):
-        images = Images(pixels.to(device), (torch.arange(12) % 3).to(device), (0.5,) * 3, (0.2,) * 3)
+        images = Images(
+            pixels.to(device), (torch.arange(12) % 3).to(device), Normalise((0.5,) * 3, (0.2,) * 3, device=device)
+        )
         net = FlatNet(make_net(NET, (3, 16, 16), 3), device)
         trainer = Trainer(net, images, recipe, 2, 0, Runtime.choose(device, "fp32"))
         trainer._begin_epoch()

@@ -14,6 +14,7 @@ from m3d.errors import M3DError
 from m3d.types import Seen
 
 _CPU_MAPS = 2**23  # bytes
+_INDEXABLE = 2**31 - 1  # values of a map: convolution libraries count them in 32 bits
 _DRAWS = 2**23  # random numbers made at once, so that the generator's integers stay a fraction of the memory
 _NORMAL_LANES = 2**31  # normal draws take the upper half of the lanes, which no repeat or class ever reaches
 
@@ -115,10 +116,12 @@ class FlatNet:
 
 
 def _images_at_once(images: Tensor) -> int:
-    """All on a GPU; on a CPU as many as keep a layer's maps (of 128 channels) in its caches: 1.8 times as fast."""
+    """On a GPU as many as a layer's maps (of 128 channels) can be indexed for: 16,383 of 32×32, 334 of 224×224 pixels;
+    on a CPU as many as keep them in its caches: 1.8 times as fast."""
+    values = images.shape[-2] * images.shape[-1] * 128
     if images.device.type != "cpu":
-        return images.shape[1]
-    return max(1, _CPU_MAPS // (images.shape[-2] * images.shape[-1] * 128 * 4))
+        return max(1, _INDEXABLE // (values * images.shape[0]))
+    return max(1, _CPU_MAPS // (values * 4))
 
 
 def _initial_law(net: nn.Module) -> tuple[Tensor, Tensor, Tensor]:

@@ -189,7 +189,8 @@ def _norm_backward_tiled(
     tl.store(dshift_ptr + image * channels + channel, dshift, mask=known)
     tl.store(dgain_ptr + image * channels + channel, dgain, mask=known)
     level, slope = (dshift / (height * width))[None, :], (dgain / (height * width))[None, :]
-    scale, kind = (gain * rstd)[None, :], out_ptr.dtype.element_ty
+    scale = (gain * rstd)[None, :]
+    kind = out_ptr.dtype.element_ty  # by itself: the compiler (unlike the interpreter) takes no type within a tuple
     for tile in range(TILES):
         a, b, c, d, inside, q = _square(y_ptr + start, tile, half, pooled, width, channels, channel, Q)
         place = (image * pooled + q[:, None]) * channels + channel[None, :]
