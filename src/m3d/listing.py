@@ -109,6 +109,7 @@ def overview(what: str) -> list[dict[str, Any]]:
             *named,
             *subsets,
             {"name": "PATH", "about": "an image folder root/{train,test}/class/*.png …, or an .npz"},
+            {"name": "hf:NAME", "about": "a dataset of the Hugging Face hub, or a folder saved from one (extra hf)"},
         ]
     rows = [{"name": entry.name, "about": entry.summary, **entry.about} for entry in _REGISTRIES[what]]
     if what == "methods":

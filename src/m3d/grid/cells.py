@@ -33,6 +33,9 @@ STEPS = {
     "cafe-dsa": 20_000,
     "datadam": 8_000,
     "mtt": 5_000,
+    "m3d+": 6_000,
+    "dance": 10_000,
+    "ncfm": 20_000,
     WHOLE: 0,
 }
 _PER_IMAGE = ("dc", "dsa")  # theirs are steps per image of a class
