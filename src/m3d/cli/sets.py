@@ -1,0 +1,134 @@
+"""Commands that show and hand on what there is: show, export, compare, list, demo."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from m3d.cli.options import (
+    Json,
+    app,
+    examples,
+)
+from m3d.errors import M3DError, unknown
+from m3d.terminal import progress_bar
+
+if TYPE_CHECKING:
+    pass
+
+
+@app.command(epilog=examples("m3d show runs/cifar10-10", "m3d show runs/cifar10-10 --decoded --out decoded.png"))
+def show(
+    run: Annotated[Path, typer.Argument(help="Run folder or condensed.safetensors.")],
+    out: Annotated[
+        Path | None, typer.Option(help="Picture to write (.png, .svg or .pdf); default beside the set.")
+    ] = None,
+    decoded: Annotated[bool, typer.Option(help="Show the images as a network sees them.")] = False,
+    history: Annotated[bool, typer.Option(help="Draw the loss over steps instead.")] = False,
+    most: Annotated[int, typer.Option(help="Images per class to show at most.")] = 10,
+    classes: Annotated[int, typer.Option(help="Classes to show at most.")] = 20,
+) -> None:
+    """Draw the condensed images as a labelled grid."""
+    from m3d.pictures import grid, loss_curve, picture_format, save_figure
+    from m3d.store import CondensedSet, RunFolder
+
+    if most < 1 or classes < 1:
+        raise M3DError(f"--most {most} --classes {classes}: allowed are 1 and more")
+    home = run if run.is_dir() else run.parent
+    target = out or home / ("loss.png" if history else "images.png")
+    picture_format(target)
+    figure = loss_curve(RunFolder(home)) if history else grid(CondensedSet.load(run), decoded, most, classes)
+    save_figure(figure, target)
+    typer.echo(str(target))
+
+
+@app.command(
+    epilog=examples(
+        "m3d export runs/cifar10-10 --to imagefolder --out cifar10-tiny",
+        "m3d export runs/cifar10-10 --to npz",
+    )
+)
+def export(
+    run: Annotated[Path, typer.Argument(help="Run folder or condensed.safetensors.")],
+    to: Annotated[str, typer.Option(help="imagefolder, npz or pt.")],
+    out: Annotated[Path | None, typer.Option(help="Where to; default RUN/imagefolder or RUN/condensed.FORMAT.")] = None,
+) -> None:
+    """Write the images a network trains on in a format other tools read."""
+    from m3d.export import export as write
+    from m3d.store import CondensedSet
+
+    home = run if run.is_dir() else run.parent
+    default = home / ("imagefolder" if to == "imagefolder" else f"condensed.{to}")
+    typer.echo(str(write(CondensedSet.load(run), to, out or default)))
+
+
+@app.command(
+    epilog=examples(
+        "m3d compare runs/cifar10-m3d runs/cifar10-dm runs/cifar10-random",
+        "m3d compare runs/* --form markdown",
+        "m3d compare runs/* --chart methods.png",
+    )
+)
+def compare(
+    runs: Annotated[list[Path], typer.Argument(help="Run folders that have been evaluated.")],
+    form: Annotated[str, typer.Option(help="text, csv, markdown or latex.")] = "text",
+    chart: Annotated[Path | None, typer.Option(help="Also draw a bar chart (.png, .svg or .pdf).")] = None,
+    as_json: Json = False,
+) -> None:
+    """Put the results of several runs into one table."""
+    from m3d.pictures import picture_format, save_figure
+    from m3d.report import bar_chart, rows_of, table
+
+    if chart is not None:
+        picture_format(chart)
+    rows = rows_of(runs)
+    text = json.dumps(rows) if as_json else table(rows, form).rstrip("\n")
+    if chart is not None:
+        save_figure(bar_chart(rows), chart)
+    typer.echo(text)
+
+
+@app.command(name="list", epilog=examples("m3d list methods", "m3d list methods m3d", "m3d list datasets --json"))
+def list_(
+    what: Annotated[str, typer.Argument(help="methods, kernels, nets, inits, protocols or datasets.")],
+    name: Annotated[str | None, typer.Argument(help="One of them, to see its options.")] = None,
+    as_json: Json = False,
+) -> None:
+    """List what can be asked for by name, with options and defaults."""
+    from m3d.listing import KINDS, describe, overview
+
+    if what not in KINDS:
+        raise unknown("list", what, KINDS)
+    rows = overview(what) if name is None else describe(what, name)
+    if as_json:
+        typer.echo(json.dumps(rows))
+        return
+    width = max(len(str(row["name"])) for row in rows)
+    for row in rows:
+        rest = {k: v for k, v in row.items() if k not in ("name", "about")}
+        extra = "  [" + ", ".join(f"{k}: {v}" for k, v in rest.items()) + "]" if rest else ""
+        typer.echo(f"{row['name']:<{width}}  {row['about']}{extra}".rstrip())
+
+
+@app.command(epilog=examples("m3d demo", "m3d demo --out /tmp/demo"))
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for the two runs and the picture.")] = Path("runs/demo"),
+    repeats: Annotated[int, typer.Option(help="Networks trained on each set.")] = 5,
+    as_json: Json = False,
+) -> None:
+    """Condense the embedded digits to one image per class, and compare with a random selection. No download."""
+    from m3d.demo import run_demo
+
+    with progress_bar(quiet=as_json) as report:
+        summary = run_demo(out, repeats, report)
+    if as_json:
+        typer.echo(json.dumps(summary))
+        return
+    typer.echo("")
+    typer.echo(f"{'1 image per class of digits':<34}{'test accuracy':>16}{'seconds':>10}")
+    for row in summary["rows"]:
+        typer.echo(f"{row['label']:<34}{row['accuracy']:>8.1f} ± {row['sd']:<4.1f}%{row['seconds']:>10.1f}")
+    typer.echo(f"\nmean ± sd of {repeats} networks, last epoch. Picture: {summary['picture']}")
