@@ -36,13 +36,10 @@ ALLOWED = {
     "m3d.probes": {"m3d.nets"},
     "m3d.guides": {"m3d.nets"},
     "m3d.unroll": {"m3d.augment", "m3d.nets", "m3d.players"},
-    "m3d.experts": {
-        "m3d.data", "m3d.files", "m3d.nets", "m3d.pools", "m3d.runtime", "m3d.train", "m3d.trained", "m3d.unroll",
+    "m3d.pools": {
+        "m3d.augment", "m3d.data", "m3d.files", "m3d.nets", "m3d.runtime", "m3d.shards", "m3d.synth", "m3d.train",
+        "m3d.trained", "m3d.unroll",
     },
-    "m3d.pools": {"m3d.augment", "m3d.data", "m3d.nets", "m3d.runtime", "m3d.shards", "m3d.synth", "m3d.train"},
-    "m3d.watched": {"m3d.augment", "m3d.pools", "m3d.runtime", "m3d.train"},
-    "m3d.queue": {"m3d.pools", "m3d.train"},
-    "m3d.pretrained": {"m3d.augment", "m3d.pools", "m3d.runtime", "m3d.train", "m3d.trained"},
     "m3d.train": {"m3d.augment", "m3d.nets", "m3d.normalise", "m3d.photo", "m3d.runtime"},
     "m3d.store": {"m3d.files", "m3d.normalise", "m3d.synth"},
     "m3d.pictures": {"m3d.files", "m3d.store"},

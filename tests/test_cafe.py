@@ -16,6 +16,7 @@ from m3d.methods.cafe import milestones
 from m3d.nets import FlatNet, make_net
 from m3d.objectives import Discriminate, LayerMeans
 from m3d.pools import World
+from m3d.pools.watched import Watched, _WatchedPool
 from m3d.probes import Forward
 from m3d.rng import Purpose
 from m3d.runtime import Runtime
@@ -24,7 +25,6 @@ from m3d.step import Step
 from m3d.store import RunFolder
 from m3d.synth import Synthetic, Tiles
 from m3d.types import Batch, Eyes, Seen
-from m3d.watched import Watched, _WatchedPool
 
 CPU = Runtime.choose("cpu")
 NET = "convnet2:width=4"

@@ -17,7 +17,7 @@ from m3d.methods.idm import class_by_class, published
 from m3d.nets import FlatNet, make_net
 from m3d.objectives.features import mmd2
 from m3d.pools import World
-from m3d.queue import Queue
+from m3d.pools.queue import Queue
 from m3d.rng import Purpose
 from m3d.runtime import Runtime
 from m3d.step import Step

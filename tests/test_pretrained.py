@@ -17,7 +17,7 @@ from m3d.nets import FlatNet, make_net
 from m3d.objectives.features import mmd2
 from m3d.players import AdamW
 from m3d.pools import World
-from m3d.pretrained import Pretrained, encoder_recipe
+from m3d.pools.pretrained import Pretrained, encoder_recipe
 from m3d.runtime import Runtime, time_limit
 from m3d.step import Step
 from m3d.store import RunFolder

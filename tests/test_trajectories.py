@@ -12,7 +12,6 @@ from m3d.augment import UNIFORMS, Augment
 from m3d.engine import Watch, condense
 from m3d.errors import Interrupted, M3DError
 from m3d.evaluation import make_protocol
-from m3d.experts import GROUP, Experts, Trajectories, train_experts
 from m3d.methods import Task, make_method
 from m3d.methods.mtt import published
 from m3d.nets import FlatNet, make_net
@@ -20,6 +19,7 @@ from m3d.nets.convnet import ConvNet
 from m3d.objectives import EndPoint
 from m3d.players import Descent
 from m3d.pools import World
+from m3d.pools.experts import GROUP, Experts, Trajectories, train_experts
 from m3d.runtime import Runtime
 from m3d.step import Step
 from m3d.store import RunFolder

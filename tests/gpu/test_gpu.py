@@ -220,7 +220,7 @@ def test_pretrained_encoders_are_refilled_in_recorded_steps(data, name, mode, tm
 def test_a_recorded_refill_draws_each_step_its_own_encoder(data):
     """Against the definition, long after the recording (the first three calls run unrecorded)."""
     from m3d.pools import World
-    from m3d.pretrained import Pretrained, encoder_recipe
+    from m3d.pools.pretrained import Pretrained, encoder_recipe
 
     net = FlatNet(make_net(NET, data.shape, data.classes), "cuda")
     pool = Pretrained(encoder_recipe(2), networks=3).start(World(net, data, None, 0, Runtime.choose("cuda", "fp32")))

@@ -29,10 +29,10 @@ from m3d.method import Matching, Method
 from m3d.methods import METHODS, Task
 from m3d.objectives import Discriminate, LayerMeans
 from m3d.players import Descent
+from m3d.pools.watched import Watched
 from m3d.probes import Forward
 from m3d.select import make_init
 from m3d.synth import Tiles
-from m3d.watched import Watched
 
 
 @METHODS.register("cafe", paper="Wang et al., CVPR 2022", equation="layer-wise alignment, discrimination", cost="high")

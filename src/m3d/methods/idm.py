@@ -40,7 +40,7 @@ from m3d.method import Matching, Method
 from m3d.methods import METHODS, Task
 from m3d.objectives import MMD, Objective
 from m3d.players import Descent
-from m3d.queue import Queue
+from m3d.pools.queue import Queue
 from m3d.select import make_init
 from m3d.synth import Tiles
 from m3d.train import Recipe

@@ -20,11 +20,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from m3d.augment import Augment
-from m3d.experts import Experts
 from m3d.method import Matching, Method
 from m3d.methods import METHODS, Task
 from m3d.objectives import EndPoint
 from m3d.players import Descent
+from m3d.pools.experts import Experts
 from m3d.select import make_init
 from m3d.synth import Tiles
 from m3d.train import Recipe

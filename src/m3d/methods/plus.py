@@ -23,7 +23,7 @@ from m3d.methods import METHODS, Task
 from m3d.methods.m3d import default_factor, size_rate
 from m3d.objectives import MMD, LayersMMD, Objective
 from m3d.players import Descent
-from m3d.pretrained import Pretrained, default_batch, encoder_recipe
+from m3d.pools.pretrained import Pretrained, default_batch, encoder_recipe
 from m3d.probes import Forward
 from m3d.select import make_init
 from m3d.synth import Tiles
