@@ -190,3 +190,11 @@ def test_a_strangers_recipe_is_checked_and_downloads_nothing_to_its_folder(tiny_
         odd = CondensedSet(made.images, made.labels, {**made.manifest, "data": {"name": "x", "recipe": recipe}})
         with pytest.raises(M3DError, match=message):
             m3d.evaluate(odd)
+
+
+def test_a_finished_run_sheds_the_checkpoints_that_a_kill_left(tmp_path, tiny_file):
+    whole = m3d.condense(tiny_file, 1, net="convnet2:width=4", steps=3, batch_real=4, factor=1, out=tmp_path / "run")
+    for name in ("checkpoint.safetensors", "checkpoint.previous.safetensors", "checkpoint.safetensors.damaged"):
+        (tmp_path / "run" / name).write_bytes(b"left behind")
+    assert m3d.api.resume(tmp_path / "run").fingerprint == whole.fingerprint
+    assert not [path.name for path in (tmp_path / "run").iterdir() if "checkpoint" in path.name or path.name == ".lock"]

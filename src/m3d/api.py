@@ -113,6 +113,10 @@ def resume(
     """
     folder = RunFolder(run)
     if folder.finished:
+        if (folder / RunFolder.CHECKPOINT).exists():  # killed after the set, before the checkpoints went
+            with _claimed(folder, Ranks.from_environment(), "m3d condense --resume"):
+                folder.drop_checkpoints()
+                folder.clear_subtasks()
         return CondensedSet.load(folder.path)
     request = _checked_request(folder)
     dataset = load_recipe(request["data"], repr(str(folder / RunFolder.RUN))) if data is None else data
