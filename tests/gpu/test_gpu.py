@@ -243,3 +243,50 @@ def test_images_streamed_from_the_host_give_the_resident_run(monkeypatch):
     resident, there = (replace(host, resident=choice).to("cuda") for choice in ("yes", "no"))
     assert isinstance(there.train, streamed.StreamedData) and there.train.device.type == "cuda"
     assert torch.equal(run(resident, runtime).pixels, run(there, runtime).pixels)
+
+
+def test_a_rehearsal_compiles_all_that_a_step_launches(data):
+    """After it, the first step of a run finds every kernel compiled."""
+    from m3d.nets import fused_norm, fused_stem
+
+    def versions():
+        names = ("_gather", "_stem_forward", "_stem_backward", "_fold")
+        kernels = [getattr(fused_stem, name) for name in names]
+        kernels += [fused_norm._norm_forward, fused_norm._norm_backward]
+        return [sum(len(cache[0]) for cache in kernel.device_caches.values()) for kernel in kernels]
+
+    method = make_method("m3d", Task("tiny", data.shape, data.classes, 4), {"steps": 4, "batch_real": 8, "factor": 2})
+    net = FlatNet(make_net("convnet2:width=32", data.shape, data.classes), "cuda")  # in no other test
+    before = versions()
+    net.rehearse(1, torch.bfloat16)
+    rehearsed = versions()
+    assert all(many > few for many, few in zip(rehearsed, before, strict=True))
+    condense(method[0], data, net, 4, 0, Runtime.choose("cuda", "bf16", step_mode="eager"))
+    assert versions() == rehearsed
+
+
+EVERY_METHOD = {
+    "cafe": {"steps": 12},
+    "cafe-dsa": {"steps": 12},
+    "datadam": {"steps": 12},
+    "dc": {"steps": 6},
+    "dsa": {"steps": 6},
+    "idc": {"steps": 6},
+    "idc-i": {"steps": 6},
+    "idm": {"steps": 12},
+    "mtt": {"steps": 4, "experts": 2, "expert_epochs": 4, "max_start": 2, "syn_steps": 3},
+}
+
+
+@pytest.mark.parametrize("name", sorted(EVERY_METHOD))
+def test_the_other_methods_run_recorded_and_equal_the_cpu_at_first(data, name, tmp_path, monkeypatch):
+    """A few float32 steps of each, recorded on CUDA, against the CPU: the losses agree while rounding has not grown."""
+    monkeypatch.setenv("M3D_CACHE", str(tmp_path))
+    losses = []
+    for device in ("cuda", "cpu"):
+        here = data.to(device)
+        method = make_method(name, Task("tiny", here.shape, here.classes, 2), EVERY_METHOD[name])[0]
+        net = FlatNet(make_net(NET, here.shape, here.classes), device)
+        losses.append(condense(method, here, net, 2, 0, Runtime.choose(device, "fp32")).losses)
+    assert len(losses[0]) == EVERY_METHOD[name]["steps"]
+    torch.testing.assert_close(torch.tensor(losses[0][:4]), torch.tensor(losses[1][:4]), rtol=2e-2, atol=1e-4)

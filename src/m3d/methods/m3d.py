@@ -55,6 +55,7 @@ def m3d(
     batch_syn_max: int = 200,
     augment: str = "color+crop+cutout",
     init: str = "real",
+    average_from: float = 1.0,
 ) -> Method:
     """Minimise the maximum mean discrepancy of representations under random encoders (the paper's method)."""
     chosen = make_kernel(kernel)
@@ -73,5 +74,6 @@ def m3d(
             augment=Augment.parse(augment),
             batch_real=batch_real,
             batch_syn_max=batch_syn_max,
+            average_from=average_from,
         ),
     )
