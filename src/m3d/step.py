@@ -82,8 +82,6 @@ class Step(nn.Module):
         at_once = self.shard.at_once or _classes_at_once(data, matching.batch_real)
         self.chunk = classes if self.together else min(classes, at_once)
         steps = 0 if getattr(matching.probe, "large_graph", False) else matching.steps
-        if not getattr(matching.probe, "maps", True):  # a pass without maps is the one that goes through such kernels
-            net.rehearse(1, runtime.dtype)
         loss = torch.compile(self.own_loss(), dynamic=False) if runtime.compiles(steps) else self.loss
         self._loss: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = loss
 

@@ -245,26 +245,6 @@ def test_images_streamed_from_the_host_give_the_resident_run(monkeypatch):
     assert torch.equal(run(resident, runtime).pixels, run(there, runtime).pixels)
 
 
-def test_a_rehearsal_compiles_all_that_a_step_launches(data):
-    """After it, the first step of a run finds every kernel compiled."""
-    from m3d.nets import fused_norm, fused_stem
-
-    def versions():
-        names = ("_gather", "_stem_forward", "_stem_backward", "_fold")
-        kernels = [getattr(fused_stem, name) for name in names]
-        kernels += [fused_norm._norm_forward, fused_norm._norm_backward]
-        return [sum(len(cache[0]) for cache in kernel.device_caches.values()) for kernel in kernels]
-
-    method = make_method("m3d", Task("tiny", data.shape, data.classes, 4), {"steps": 4, "batch_real": 8, "factor": 2})
-    net = FlatNet(make_net("convnet2:width=32", data.shape, data.classes), "cuda")  # in no other test
-    before = versions()
-    net.rehearse(1, torch.bfloat16)
-    rehearsed = versions()
-    assert all(many > few for many, few in zip(rehearsed, before, strict=True))
-    condense(method[0], data, net, 4, 0, Runtime.choose("cuda", "bf16", step_mode="eager"))
-    assert versions() == rehearsed
-
-
 EVERY_METHOD = {
     "cafe": {"steps": 12},
     "cafe-dsa": {"steps": 12},

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Literal, cast
 
 import torch
@@ -34,7 +33,7 @@ class ConvNet(Stackable):
         self, shape: tuple[int, int, int], classes: int, depth: int = 3, width: int = 128, norm: str = "instance"
     ):
         super().__init__()
-        self.shape, (channels, height, side) = shape, shape
+        channels, height, side = shape
         if depth < 1 or width < 1:
             raise M3DError(f"convnet: depth={depth}, width={width} is not valid; allowed: 1 and more")
         self.paddings = [3 if (height, side) == (28, 28) else 1] + [1] * (depth - 1)
@@ -70,21 +69,6 @@ class ConvNet(Stackable):
             seen.append(y)
             x = functional.avg_pool2d(y.flatten(0, 1), 2).unflatten(0, y.shape[:2])
         return self._classify(p, x.flatten(2), tuple(seen) if maps else ())
-
-    def rehearsals(self, nets: int, dtype: torch.dtype, device: torch.device) -> list[Callable[[], None]]:
-        if not self.fused:
-            return []
-        from m3d.nets.fused_norm import rehearse_norm
-        from m3d.nets.fused_stem import rehearse_stem
-
-        last, width = len(self.convs) - 1, self.convs[0].out_channels
-        assert isinstance(width, int)
-        first = partial(rehearse_stem, nets, self.shape, width, self.paddings[0], dtype, device)
-        later = [
-            partial(rehearse_norm, self.sizes[k], nets * width, dtype, torch.float32 if k == last else dtype, device)
-            for k in range(1, last + 1)
-        ]
-        return [first, *later]
 
     def _normalise(self, y: Tensor, p: Mapping[str, Tensor], k: int) -> Tensor:
         """Every channel of every image (or of every network's batch) to mean 0 and variance 1, then an affine map."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -36,10 +35,6 @@ class Stackable(nn.Module):
     def stacked(self, p: Mapping[str, Tensor], images: Tensor, dtype: torch.dtype, maps: bool = False) -> Seen:
         """What R networks, with parameters ``p`` [R, ...], see in ``images`` [R, n, ch, h, w]; block maps if asked."""
         raise NotImplementedError(f"{type(self).__name__} must define stacked(p, images, dtype, maps)")
-
-    def rehearsals(self, nets: int, dtype: torch.dtype, device: torch.device) -> list[Callable[[], None]]:
-        """What compiles the network's own kernels ahead of time, if it has any: independent pieces of work."""
-        return []
 
 
 class MixesImages(nn.Module):
@@ -102,15 +97,6 @@ class FlatNet:
         each = zip(*(part.maps for part in parts), strict=True)
         features, logits = ([part.features for part in parts], [part.logits for part in parts])
         return Seen(tuple(torch.cat(m, dim=1) for m in each), torch.cat(features, dim=1), torch.cat(logits, dim=1))
-
-    def rehearse(self, nets: int, dtype: torch.dtype) -> None:
-        """Compile the network's own kernels for a GPU all at once; the first pass would need them one by one."""
-        device = self.base.device
-        parts = self.net.rehearsals(nets, dtype, device) if device.type == "cuda" else []
-        if parts:
-            with ThreadPoolExecutor(len(parts)) as pool:
-                for done in [pool.submit(part) for part in parts]:
-                    done.result()
 
     def calibrated(self, flat: Tensor, images: Tensor, reference: Tensor, dtype: torch.dtype) -> Seen:
         """What R networks see in ``images`` [R, n, ...] when batch norms take their statistics from ``reference``

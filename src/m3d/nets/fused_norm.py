@@ -283,13 +283,3 @@ def norm_relu_pool(y: Tensor, gain: Tensor, shift: Tensor, out_dtype: torch.dtyp
     """[n, h/2, w/2, c] from a convolution's output ``y`` [n, h, w, c]; ``gain`` and ``shift`` [c] float32."""
     out: Tensor = _norm_op(y.contiguous(), gain.contiguous(), shift.contiguous(), out_dtype)[0]
     return out
-
-
-def rehearse_norm(
-    size: tuple[int, int], channels: int, dtype: torch.dtype, out_dtype: torch.dtype, device: torch.device
-) -> None:
-    """Launch once what ``norm_relu_pool`` launches for maps of ``size``, so that it is compiled."""
-    y = torch.zeros(16, *size, channels, dtype=dtype, device=device)
-    gain, shift = (torch.zeros(channels, device=device) for _ in range(2))
-    out, mean, rstd = _norm_op(y, gain, shift, out_dtype)
-    _norm_backward_op(out, y, mean, rstd, gain, shift)

@@ -312,17 +312,3 @@ def stem(x: Tensor, weight: Tensor, gain: Tensor, shift: Tensor, padding: int, d
     arguments = (t.float().contiguous() for t in (x, weight, gain, shift))
     out: Tensor = _stem_op(*arguments, padding, dtype)[0]
     return out
-
-
-def rehearse_stem(
-    nets: int, shape: tuple[int, int, int], channels: int, padding: int, dtype: torch.dtype, device: torch.device
-) -> None:
-    """Launch once what ``stem`` launches for images of ``shape`` whose gradient is asked for, so that it is compiled.
-
-    Sixteen images to a network: the compiler makes another version where a number is not a multiple of that.
-    """
-    x = torch.zeros(16 * nets, *shape, device=device)
-    weight = torch.zeros(nets, channels, shape[0], 3, 3, device=device)
-    gain, shift = (torch.zeros(nets, channels, device=device) for _ in range(2))
-    out, mean, rstd, patches = _stem_op(x, weight, gain, shift, padding, dtype)
-    _stem_backward_op(out, x, patches, weight, gain, shift, mean, rstd, padding, True, False)
