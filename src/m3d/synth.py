@@ -42,17 +42,23 @@ class Tiles:
             if -(-side // self.factor) * (self.factor - 1) >= side:
                 raise M3DError(f"factor={self.factor} leaves cells without a pixel in images of {shape[1]}×{shape[2]}")
 
-    def decode(self, stored: Tensor) -> Tensor:
-        """[..., n, ch, h, w] stored → [..., n·l², ch, h, w] as seen by a network."""
+    def decode(self, stored: Tensor, enlarge: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """[..., n, ch, h, w] stored → [..., n·l², ch, h, w] as seen by a network; ``enlarge`` where it is known."""
         if self.factor == 1:
             return stored
         l, (h, w) = self.factor, stored.shape[-2:]
         cell_h, cell_w = -(-h // l), -(-w // l)
+        down, right = enlarge or self.enlarge(h, w, stored.device)
         padded = functional.pad(stored, (0, cell_w * l - w, 0, cell_h * l - h), value=0.5)
         # [..., n, ch, l, cell_h, l, cell_w]
         cells: Tensor = padded.unflatten(-1, (l, cell_w)).unflatten(-3, (l, cell_h))
         cells = cells.movedim((-4, -2), (-5, -4)).flatten(-6, -4)  # [..., n·l², ch, cell_h, cell_w]
-        return bilinear_matrix(h, cell_h, stored.device) @ cells @ bilinear_matrix(w, cell_w, stored.device).mT
+        return down @ cells @ right
+
+    def enlarge(self, h: int, w: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
+        """([h, cell_h], [cell_w, w]): what a cell is multiplied by, from the left and from the right."""
+        cell_h, cell_w = -(-h // self.factor), -(-w // self.factor)
+        return bilinear_matrix(h, cell_h, device), bilinear_matrix(w, cell_w, device).mT
 
     def encode(self, images: Tensor) -> Tensor:
         """[..., n·l², ch, h, w] → [..., n, ch, h, w] stored: each cell a different image."""
@@ -91,6 +97,7 @@ class Synthetic(nn.Module):
         super().__init__()
         self.tiles, self.normalise, self.standardised = tiles, normalise, standardised
         self.latent = nn.Parameter(normalise(pixels) if standardised else pixels.clone())
+        self._enlarge = tiles.enlarge(*pixels.shape[-2:], pixels.device)  # kept: a step would make them again
 
     def pixels(self, latent: Tensor | None = None) -> Tensor:
         """[C, ipc, ch, h, w] in [0, 1], of the learned images or of ``latent`` in their place."""
@@ -103,7 +110,7 @@ class Synthetic(nn.Module):
 
     def forward(self, classes: Tensor) -> Tensor:
         """[c, ipc·l², ch, h, w]: the images of ``classes`` [c], decoded and normalised."""
-        images: Tensor = self.normalise(self.tiles.decode(self.pixels()[classes]))
+        images: Tensor = self.normalise(self.tiles.decode(self.pixels()[classes], self._enlarge))
         return images
 
     @torch.no_grad()
