@@ -77,6 +77,7 @@ def plot(series: dict[str, list[dict[str, Any]]], title: str, path: Path) -> Non
         axes.set_xscale("log")
         axes.set_yscale("log")
         axes.set_xticks([p[keys[name]] for p in known], [str(p[keys[name]]) for p in known])
+        axes.set_yticks(marks := _spread([p["ms"] for p in known]), [f"{ms:.3g}" for ms in marks])
         axes.minorticks_off()
         axes.set_xlabel(name)
         axes.spines[["top", "right"]].set_visible(False)
@@ -85,6 +86,15 @@ def plot(series: dict[str, list[dict[str, Any]]], title: str, path: Path) -> Non
     figure.suptitle(title, fontsize=9)
     figure.tight_layout()
     save_figure(figure, path)
+
+
+def _spread(values: list[float]) -> list[float]:
+    """Those of ``values`` that stand far enough apart on a logarithmic axis to be labelled, the largest among them."""
+    chosen: list[float] = []
+    for value in sorted(values, reverse=True):
+        if not chosen or chosen[-1] / value > (max(values) / min(values)) ** 0.12:
+            chosen.append(value)
+    return chosen
 
 
 def main() -> None:
@@ -112,11 +122,9 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     report = {**runtime.describe(), "memory_gib": options.memory_gib, "series": series}
     (options.out / f"{label}.json").write_text(json.dumps(report, indent=2) + "\n")
-    plot(
-        series,
-        f"{report['device']}, torch {report['torch']}, {report['precision']}, uncompiled",
-        options.out / f"{label}.png",
-    )
+    title = f"{report['device']}, torch {report['torch']}, {report['precision']}, uncompiled"
+    cap = f", at most {options.memory_gib:g} GiB" if options.memory_gib else ""
+    plot(series, title + cap, options.out / f"{label}.png")
 
 
 if __name__ == "__main__":

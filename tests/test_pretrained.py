@@ -227,11 +227,14 @@ def test_variants_compile_without_breaks(tiny, name, options):
 def test_published_settings_and_defaults():
     small, large = Task("any", (3, 32, 32), 10, 10), Task("any", (3, 128, 128), 10, 10)
     own, dance, ncfm = (make_method(name, small, {})[0] for name in ("m3d+", "dance", "ncfm"))
-    assert (own.steps, own.tiles.factor, own.matching.player.lr, own.matching.guide.weight) == (6000, 2, 10.0, 0.01)
+    assert (own.steps, own.tiles.factor, own.matching.player.lr, own.matching.guide.weight) == (12_000, 2, 10.0, 0.01)
+    one = make_method("m3d+", Task("any", (3, 32, 32), 10, 1), {})[0]
+    assert (one.tiles.factor, one.matching.player.lr, one.matching.guide.weight) == (4, 1.0, 0.03)
+    assert make_method("m3d+", Task("any", (3, 8, 8), 10, 1), {})[0].tiles.factor == 1
     assert (own.matching.pool.networks, own.matching.pool.recipe.epochs, own.matching.pool.recipe.batch) == (5, 20, 512)
     recipe = own.matching.pool.recipe
     assert (recipe.lr, recipe.schedule, str(recipe.augment)) == (0.05, "linear", "color|crop|cutout|flip|scale|rotate")
-    assert str(own.matching.augment) == "color+crop+cutout" and own.matching.average_from == 1
+    assert str(own.matching.augment) == "color+crop+cutout" and own.matching.average_from == 0.8
     assert (dance.steps, dance.matching.player.lr, dance.matching.pool.recipe.epochs) == (10_000, 0.1, 60)
     assert (dance.matching.batch_real, dance.matching.guide.weight, dance.matching.pool.networks) == (128, 1.0, 5)
     big = make_method("dance", large, {})[0]
@@ -274,7 +277,7 @@ def test_more_layers_than_the_network_has(tiny):
 def test_the_result_is_the_mean_of_the_last_images(tiny):
     """Of eight steps the last two, from 0.75 on: against the images after each step, in both kinds of units."""
     for name, extra in (("m3d+", {"lr": 0.05}), ("dm", {"lr": 0.05, "batch_real": 5})):
-        given = {**SMALL, **extra} if name == "m3d+" else extra
+        given = {**SMALL, **extra, "average_from": 1.0} if name == "m3d+" else extra
         method = make_method(name, Task("tiny", tiny.shape, 3, 2), {**given, "steps": 8})[0]
         averaged = copy.copy(method)
         object.__setattr__(averaged, "matching", copy.copy(method.matching))

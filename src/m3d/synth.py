@@ -97,7 +97,9 @@ class Synthetic(nn.Module):
         super().__init__()
         self.tiles, self.normalise, self.standardised = tiles, normalise, standardised
         self.latent = nn.Parameter(normalise(pixels) if standardised else pixels.clone())
-        self._enlarge = tiles.enlarge(*pixels.shape[-2:], pixels.device)  # kept: a step would make them again
+        self._enlarge = tiles.enlarge(
+            pixels.shape[-2], pixels.shape[-1], pixels.device
+        )  # kept: a step would make them again
 
     def pixels(self, latent: Tensor | None = None) -> Tensor:
         """[C, ipc, ch, h, w] in [0, 1], of the learned images or of ``latent`` in their place."""
