@@ -35,10 +35,10 @@ class Moments:
     seconds: float = 0.0
 
     def __str__(self) -> str:
+        late = f", {self.unfinished_end} of them after the set was there" if self.unfinished_end else ""
         return (
-            f"{self.kind}: killed before each of its {self.moments} changes on the disk, {self.unfinished_end} of them "
-            f"between the set and the end; {self.identical} of {self.moments} results bit-identical to the undisturbed "
-            f"one, no file left behind; {self.seconds:.0f} s"
+            f"{self.kind}: killed before each of its {self.moments} changes on the disk{late}; {self.identical} of "
+            f"{self.moments} results bit-identical to the undisturbed one, no file left behind; {self.seconds:.0f} s"
         )
 
 
