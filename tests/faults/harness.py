@@ -27,6 +27,7 @@ NET = "convnet2:width=8"
 _CHECKPOINT_SECONDS = 0.02
 _TEAR_EVERY = 10  # kills after which the newest checkpoint is damaged too, as a power cut on a careless disk might
 _LIVES = 12  # about so many lives take a run to its end
+_MOST_KILLS = 16  # of one run: on a busy machine lives get less done, and too few ends would be compared
 
 
 @dataclass
@@ -156,8 +157,9 @@ def _one_run(
     job: Job, folder: Path, kills: int, span: float, notes: Notes, chance: random.Random, tally: Tally
 ) -> None:
     """One run from its beginning to its end through as many lives as it takes."""
+    most = min(kills, tally.kills + _MOST_KILLS)
     while True:
-        seconds = chance.uniform(0, span) if tally.kills < kills else None
+        seconds = chance.uniform(0, span) if tally.kills < most else None
         if live(lambda: job.work(folder), notes, PAUSE, seconds):
             return
         tally.kills += 1
