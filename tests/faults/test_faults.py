@@ -1,4 +1,4 @@
-"""The fast version of the harness; the whole one is ``python -m tests.faults`` (200 kills, three minutes)."""
+"""The fast version of the harness; the whole one is ``python -m tests.faults`` (200 kills, three to six minutes)."""
 
 import json
 import os
