@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import subprocess
 import sys
 import textwrap
@@ -192,9 +193,53 @@ def test_a_strangers_recipe_is_checked_and_downloads_nothing_to_its_folder(tiny_
             m3d.evaluate(odd)
 
 
-def test_a_finished_run_sheds_the_checkpoints_that_a_kill_left(tmp_path, tiny_file):
-    whole = m3d.condense(tiny_file, 1, net="convnet2:width=4", steps=3, batch_real=4, factor=1, out=tmp_path / "run")
-    for name in ("checkpoint.safetensors", "checkpoint.previous.safetensors", "checkpoint.safetensors.damaged"):
-        (tmp_path / "run" / name).write_bytes(b"left behind")
-    assert m3d.api.resume(tmp_path / "run").fingerprint == whole.fingerprint
-    assert not [path.name for path in (tmp_path / "run").iterdir() if "checkpoint" in path.name or path.name == ".lock"]
+NEWEST, PREVIOUS, DAMAGED = RunFolder.CHECKPOINT, RunFolder.PREVIOUS, RunFolder.CHECKPOINT + ".damaged"
+OF_A_DEAD_PROCESS = json.dumps(
+    {"pid": 1, "host": platform.node(), "began": "another day", "since": "then", "work": "m3d condense"}
+)
+
+
+@pytest.mark.parametrize(
+    "left",
+    [
+        (NEWEST, PREVIOUS, DAMAGED, ".lock"),  # killed when the set was just there
+        (PREVIOUS, ".lock"),  # killed between one removal and the next, or between a checkpoint's two renames before
+        (DAMAGED, ".lock"),  # the same, after a fall-back
+        ("subtask-2-of-2/checkpoint.safetensors", ".lock"),  # the parts go last
+        (".lock",),  # killed when all was done but to let go
+        (PREVIOUS,),  # as an earlier version of the clean-up left it, or one who deleted the lock by hand
+    ],
+    ids="+".join,
+)
+def test_a_finished_run_sheds_whatever_a_kill_left(tmp_path, tiny, left):
+    run = tmp_path / "run"
+    whole = m3d.condense(tiny, 1, net=NET, steps=1, batch_real=2, out=run)
+    names = sorted(p.name for p in run.iterdir())
+    for name in left:
+        (run / name).parent.mkdir(exist_ok=True)
+        (run / name).write_text(OF_A_DEAD_PROCESS if name == ".lock" else "left behind")
+    assert m3d.resume(run).fingerprint == whole.fingerprint
+    assert sorted(p.name for p in run.iterdir()) == names
+
+
+def test_a_finished_run_that_another_holds_is_read_and_left_alone(tmp_path, tiny, caplog):
+    run = tmp_path / "run"
+    whole = m3d.condense(tiny, 1, net=NET, steps=1, batch_real=2, out=run)
+    (run / PREVIOUS).write_text("left behind")
+    (run / ".results.jsonl.abcd1234").write_text("an evaluation's record, half written")
+    with RunFolder(run).claimed("m3d condense"):
+        assert m3d.resume(run).fingerprint == whole.fingerprint
+    assert "in use by m3d condense" in caplog.text and (run / PREVIOUS).exists()
+    m3d.resume(run)
+    assert not (run / PREVIOUS).exists() and (run / ".results.jsonl.abcd1234").exists()
+    RunFolder(run).add_result({"accuracy": 1.0})  # whoever adds the next one removes it
+    assert not (run / ".results.jsonl.abcd1234").exists()
+
+
+def test_a_run_begun_anew_before_its_folder_is_held_keeps_its_checkpoints(tmp_path, monkeypatch):
+    folder = RunFolder(tmp_path)
+    folder.save_checkpoint({"x": torch.zeros(3)}, {"step": 1})
+    (folder / RunFolder.CONDENSED).write_text("the set of the run before")
+    monkeypatch.setattr("m3d.store.sweep", lambda path: (folder / RunFolder.CONDENSED).unlink(missing_ok=True))
+    folder.shed("m3d condense --resume")
+    assert folder.load_checkpoint()[1] == {"step": 1}

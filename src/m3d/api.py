@@ -113,10 +113,8 @@ def resume(
     """
     folder = RunFolder(run)
     if folder.finished:
-        if (folder / RunFolder.CHECKPOINT).exists():  # killed after the set, before the checkpoints went
-            with _claimed(folder, Ranks.from_environment(), "m3d condense --resume"):
-                folder.drop_checkpoints()
-                folder.clear_subtasks()
+        if Ranks.from_environment().leads:
+            folder.shed("m3d condense --resume")
         return CondensedSet.load(folder.path)
     request = _checked_request(folder)
     dataset = load_recipe(request["data"], repr(str(folder / RunFolder.RUN))) if data is None else data
@@ -246,7 +244,6 @@ class _Prepared:
                 best.save(folder / RunFolder.BEST)
             result.save(folder / RunFolder.CONDENSED)
             folder.drop_checkpoints()
-            folder.clear_subtasks()
 
     def _judge(self, pixels: Tensor, step: int) -> float:
         """Validation accuracy of the set as it is now."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
@@ -31,10 +32,12 @@ from m3d.files import (
     write_json,
 )
 from m3d.limits import parse_json, plain_file
+from m3d.lock import NAME as LOCK
 from m3d.lock import claim
 from m3d.normalise import Normalise
 from m3d.synth import Tiles
 
+log = logging.getLogger(__name__)
 FORMAT, SOFT_FORMAT = 1, 2  # a set with soft labels has a format of its own: older versions refuse it, not ignore them
 _NEEDED: dict[str, type | tuple[type, ...]] = {
     "format": int,
@@ -224,8 +227,24 @@ class RunFolder:
         self._require_folder()
         with claim(self.path, work):
             for name in (*self._KNOWN, self.RUN):
-                sweep(self / name)
+                if name != self.RESULTS:  # who adds a result sweeps for itself, and may be at it now
+                    sweep(self / name)
             yield
+
+    def shed(self, work: str) -> None:
+        """Remove from a finished run what a kill after its set was written left of it: checkpoints, parts, the lock.
+
+        Where that cannot be (another process holds the folder, it may not be written) it is said, and the set serves
+        all the same.
+        """
+        if not any(path.exists() for path in (*self._checkpoints(), *self._subtasks(), self / LOCK)):
+            return
+        try:
+            with self.claimed(work):
+                if self.finished:  # asked again: before the folder was ours, another may have begun the run anew
+                    self.drop_checkpoints()
+        except (M3DError, OSError) as error:
+            log.warning("what the finished run in %r no longer needs stays there: %s", str(self.path), error)
 
     def begin(self, request: Mapping[str, Any], overwrite: bool = False) -> None:
         """Begin a new run and write down what was asked."""
@@ -254,16 +273,10 @@ class RunFolder:
             path.unlink(missing_ok=True)
         self.drop_checkpoints()
         shutil.rmtree(self / "imagefolder", ignore_errors=True)
-        self.clear_subtasks()
 
     def subtask(self, number: int, of: int) -> RunFolder:
         """Where part ``number`` (from 0) of a run that is made in ``of`` parts keeps its checkpoints."""
         return RunFolder(self / f"subtask-{number + 1}-of-{of}")
-
-    def clear_subtasks(self) -> None:
-        """Remove what parts of a run left, once the whole is there."""
-        for path in self.path.glob("subtask-*-of-*"):
-            shutil.rmtree(path, ignore_errors=True)
 
     def require_writable(self) -> None:
         """Raise, before long work, if nothing could be kept here afterwards."""
@@ -289,9 +302,18 @@ class RunFolder:
             raise M3DError(f"{error}; no whole checkpoint is left, begin again with --overwrite") from error
 
     def drop_checkpoints(self) -> None:
-        """Remove the checkpoints of a finished run."""
-        for path in (self / self.CHECKPOINT, self / self.PREVIOUS, set_aside(self / self.CHECKPOINT)):
+        """Remove the checkpoints of a finished run, and those of its parts."""
+        for path in self._checkpoints():
             path.unlink(missing_ok=True)
+        for part in self._subtasks():
+            shutil.rmtree(part, ignore_errors=True)
+
+    def _checkpoints(self) -> tuple[Path, ...]:
+        newest = self / self.CHECKPOINT
+        return newest, self / self.PREVIOUS, set_aside(newest)
+
+    def _subtasks(self) -> list[Path]:
+        return list(self.path.glob("subtask-*-of-*"))
 
     def write_history(self, losses: Iterable[float]) -> None:
         rows = "".join(f"{step},{loss:.9g}\n" for step, loss in enumerate(losses))

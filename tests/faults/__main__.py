@@ -1,4 +1,7 @@
-"""``python -m tests.faults [--kills 200] [--evaluation-kills 40] [--seed 0]``: the whole harness, and its figures."""
+"""``python -m tests.faults [--kills 200] [--evaluation-kills 40] [--seed 0]``: the whole harness, and its figures.
+
+First short runs are killed at every moment there is, then long ones at random moments.
+"""
 
 import os
 
@@ -14,8 +17,24 @@ import torch
 
 from tests.faults.harness import condensing, evaluating, make_data, summary, torment
 from tests.faults.lives import import_beforehand
+from tests.faults.moments import Moments, each_moment, torn_checkpoint
 
 METHODS = {"m3d": (200, {"batch_real": 4, "lr": 0.05}), "idm": (24, {"batch_real": 4})}
+_ALWAYS = 1e-9  # seconds between checkpoints: one after every step
+
+
+def moments(data: Path, condensed: Path, place: Path) -> list[Moments]:
+    """Short runs that meet every kind of file a run makes, killed at each of their moments."""
+    whole = condensing(data, "m3d", 3, {"batch_real": 4}, _ALWAYS)
+    parts = condensing(data, "m3d", 2, {"batch_real": 4, "subtasks": 2}, _ALWAYS)
+    evaluation = evaluating(data, condensed, 3, _ALWAYS)
+    return [
+        each_moment(whole, place, "condensation"),
+        each_moment(whole, place, "condensation after a torn checkpoint", torn_checkpoint(whole)),
+        each_moment(parts, place, "condensation in two parts"),
+        each_moment(evaluation, place, "evaluation"),
+        each_moment(evaluation, place, "evaluation after a torn checkpoint", torn_checkpoint(evaluation)),
+    ]
 
 
 def main() -> int:
@@ -36,15 +55,16 @@ def main() -> int:
             import_beforehand(condensing(data, method, 4, METHODS[method][1]).work, place / method)
         import_beforehand(evaluating(data, place / "m3d", 2).work, place / "evaluated")
         jobs = [condensing(data, m, METHODS[m][0], METHODS[m][1]) for m in methods]
+        each = moments(data, place / "m3d", place)
         tallies = [torment(jobs, given.kills, place, given.seed, "condensation")]
         if given.evaluation_kills:
             evaluation = evaluating(data, place / "m3d", 80)
             tallies.append(torment([evaluation], given.evaluation_kills, place, given.seed, "evaluation"))
-    for tally in tallies:
+    for tally in (*each, *tallies):
         sys.stdout.write(f"{tally}\n")
     if given.json:
-        sys.stdout.write(summary(tallies) + "\n")
-    return int(any(t.identical != t.runs for t in tallies))
+        sys.stdout.write(summary((*each, *tallies)) + "\n")
+    return int(any(m.identical != m.moments for m in each) or any(t.identical != t.runs for t in tallies))
 
 
 if __name__ == "__main__":

@@ -6,17 +6,18 @@ import json
 import random
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from m3d import api
 from m3d.data import load_data
 from m3d.evaluation import evaluate, make_protocol
-from m3d.files import write_json
+from m3d.files import sweep, write_json
 from m3d.runtime import Runtime
 from m3d.store import CondensedSet, RunFolder
 from tests.faults.lives import Notes, live
@@ -26,6 +27,7 @@ NET = "convnet2:width=8"
 _CHECKPOINT_SECONDS = 0.02
 _TEAR_EVERY = 10  # kills after which the newest checkpoint is damaged too, as a power cut on a careless disk might
 _LIVES = 12  # about so many lives take a run to its end
+_MOST_KILLS = 16  # of one run: on a busy machine lives get less done, and too few ends would be compared
 
 
 @dataclass
@@ -39,7 +41,7 @@ class Tally:
     in_write: int = 0  # kills inside a checkpoint write
     between: int = 0  # of these, kills between its two renames: only the checkpoint before is there
     torn: int = 0  # checkpoints then damaged by the harness
-    fell_back: int = 0  # resumes from the checkpoint before, because of either
+    fell_back: int = 0  # resumes from the checkpoint before
     checkpoints: int = 0
     locks: int = 0  # locks of killed processes taken over
     seconds: float = 0.0
@@ -76,16 +78,16 @@ def make_data(folder: Path) -> Path:
     return folder / "tiny.npz"
 
 
-def condensing(data: Path, method: str, steps: int, options: dict[str, object]) -> Job:
+def condensing(
+    data: Path, method: str, steps: int, options: dict[str, object], every: float = _CHECKPOINT_SECONDS
+) -> Job:
     """A condensation, resumed where there is a run and begun where there is none yet."""
 
     def work(folder: Path) -> None:
         if (folder / RunFolder.RUN).exists():
             api.resume(folder)
         else:
-            api.condense(
-                data, 1, method, net=NET, out=folder, checkpoint_seconds=_CHECKPOINT_SECONDS, steps=steps, **options
-            )
+            api.condense(data, 1, method, net=NET, out=folder, checkpoint_seconds=every, steps=steps, **options)
 
     def result(folder: Path) -> object:
         made = CondensedSet.load(folder)
@@ -94,7 +96,7 @@ def condensing(data: Path, method: str, steps: int, options: dict[str, object]) 
     return Job(f"condensation by {method}", work, result, RunFolder.CHECKPOINT, steps)
 
 
-def evaluating(data: Path, condensed: Path, epochs: int) -> Job:
+def evaluating(data: Path, condensed: Path, epochs: int, every: float = _CHECKPOINT_SECONDS) -> Job:
     """An evaluation whose numbers are written down at its end."""
 
     def work(folder: Path) -> None:
@@ -106,8 +108,9 @@ def evaluating(data: Path, condensed: Path, epochs: int) -> Job:
             repeats=2,
             runtime=Runtime.choose("cpu"),
             folder=RunFolder(folder),
-            checkpoint_seconds=_CHECKPOINT_SECONDS,
+            checkpoint_seconds=every,
         )
+        sweep(folder / "answer.json")  # this file is ours, and so is what a kill left of it
         write_json(folder / "answer.json", {"last": made.last, "best": made.best, "checks": made.checks})
 
     def result(folder: Path) -> object:
@@ -120,26 +123,25 @@ def torment(jobs: list[Job], kills: int, place: Path, seed: int, kind: str) -> T
     """Kill the jobs' processes ``kills`` times in all, in as many runs as that takes; every run must end as if never
     disturbed, with nothing half written left in its folder."""
     tally, notes, chance, began = Tally(kind), Notes(), random.Random(seed), time.monotonic()
-    expected, spans = {}, {}
+    expected, names, spans = {}, {}, {}
     for job in jobs:
         start = time.monotonic()
         live(lambda job=job: job.work(place / "whole"), notes, PAUSE, None)
         first, end = notes["first"] / 1e9 - start, time.monotonic() - start
         spans[job.name] = first + (end - first) / _LIVES * 2  # a moment is uniform: half of it on average
-        expected[job.name] = job.result(place / "whole")
+        expected[job.name], names[job.name] = job.result(place / "whole"), contents(place / "whole")
         shutil.rmtree(place / "whole")
     notes = Notes()
     for number, job in _until(jobs, lambda: tally.kills >= kills):
         folder = place / f"run-{number}"
         _one_run(job, folder, kills, spans[job.name], notes, chance, tally)
-        left = sorted(p.name for p in folder.iterdir() if p.name.startswith(".") or "checkpoint" in p.name)
-        if left:
-            raise SystemExit(f"{job.name}, run {number}: left behind: {', '.join(left)}")
+        if contents(folder) != names[job.name]:
+            raise SystemExit(f"{job.name}, run {number}: left {contents(folder)} instead of {names[job.name]}")
         tally.runs += 1
         tally.identical += job.result(folder) == expected[job.name]
         shutil.rmtree(folder)
-    tally.fell_back += notes["fell_back"]
-    tally.locks, tally.checkpoints, tally.seconds = notes["locks"], notes["checkpoints"], time.monotonic() - began
+    tally.fell_back, tally.locks, tally.checkpoints = notes["fell_back"], notes["locks"], notes["checkpoints"]
+    tally.seconds = time.monotonic() - began
     return tally
 
 
@@ -155,24 +157,28 @@ def _one_run(
     job: Job, folder: Path, kills: int, span: float, notes: Notes, chance: random.Random, tally: Tally
 ) -> None:
     """One run from its beginning to its end through as many lives as it takes."""
+    most = min(kills, tally.kills + _MOST_KILLS)
     while True:
-        seconds = chance.uniform(0, span) if tally.kills < kills else None
+        seconds = chance.uniform(0, span) if tally.kills < most else None
         if live(lambda: job.work(folder), notes, PAUSE, seconds):
             return
         tally.kills += 1
         tally.in_write += notes["writing"]
         tally.between += notes["writing"] and notes["between"]
-        if not folder.exists():
-            continue
-        newest, previous = _checkpoints(folder, job)
-        if previous and not newest:
-            tally.fell_back += 1
-        elif newest and previous and tally.kills % _TEAR_EVERY == 0:
+        newest, previous = checkpoints(folder, job)
+        needed = not (folder / RunFolder.CONDENSED).exists()  # nobody reads the checkpoints of a finished run
+        if newest and previous and needed and tally.kills % _TEAR_EVERY == 0:
             _tear(newest[0], chance)
             tally.torn += 1
 
 
-def _checkpoints(folder: Path, job: Job) -> tuple[list[Path], list[Path]]:
+def contents(folder: Path) -> list[str]:
+    """The names of all that lies below ``folder``."""
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+def checkpoints(folder: Path, job: Job) -> tuple[list[Path], list[Path]]:
+    """The job's newest checkpoint and the one before, where they are."""
     previous = job.newest.replace(".safetensors", ".previous.safetensors")
     return list(folder.glob(job.newest)), list(folder.glob(previous))
 
@@ -188,5 +194,5 @@ def _tear(file: Path, chance: random.Random) -> None:
     file.write_bytes(content)
 
 
-def summary(tallies: list[Tally]) -> str:
+def summary(tallies: Sequence[Any]) -> str:
     return json.dumps([asdict(t) for t in tallies])

@@ -67,7 +67,8 @@ def slow_down(notes: Notes, pause: float) -> None:
     """Make this process write slowly and note what it does. Never undone: the process is a throw-away."""
     import m3d.files
 
-    write, replace, open_file, sync = m3d.files.write_bytes, os.replace, os.fdopen, os.fsync
+    write, read = m3d.files.write_bytes, m3d.files.read_checked
+    replace, open_file, sync = os.replace, os.fdopen, os.fsync
 
     def watched(path, content, keep=None):
         notes["writing"] = int(keep is not None)  # only checkpoints keep the file before
@@ -76,6 +77,11 @@ def slow_down(notes: Notes, pause: float) -> None:
         write(path, content, keep)
         notes["checkpoints"] += notes["writing"]
         notes["writing"] = 0
+
+    def watched_reading(file):
+        found = read(file)
+        notes["fell_back"] += ".previous." in file.name
+        return found
 
     def slow_replace(source, target):
         replace(source, target)
@@ -86,7 +92,7 @@ def slow_down(notes: Notes, pause: float) -> None:
         sync(handle)
         time.sleep(pause)
 
-    m3d.files.write_bytes = watched
+    m3d.files.write_bytes, m3d.files.read_checked = watched, watched_reading
     os.replace, os.fsync = slow_replace, slow_sync
     os.fdopen = lambda handle, mode: _SlowFile(open_file(handle, mode), pause)
     logging.getLogger("m3d").addHandler(_Listener(notes))
@@ -99,9 +105,7 @@ class _Listener(logging.Handler):
         self.notes = notes
 
     def emit(self, record: logging.LogRecord) -> None:
-        message = record.getMessage()
-        self.notes["fell_back"] += "going on from" in message
-        self.notes["locks"] += "its lock is taken over" in message
+        self.notes["locks"] += "its lock is taken over" in record.getMessage()
 
 
 def import_beforehand(work: Callable[[Path], None], folder: Path) -> None:

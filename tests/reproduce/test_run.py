@@ -265,6 +265,16 @@ def test_initial_images_are_where_the_methods_start(tmp_path):
             torch.testing.assert_close(moved.images, start.images, atol=1e-5, rtol=0)
 
 
+def test_a_kept_set_sheds_what_a_kill_after_it_left(tmp_path):
+    workshop = Workshop(Place(tmp_path, device="cpu"), Overrides(), Watch())
+    source = Source("digits", 1, "random", (), "convnet2:width=8")
+    made = workshop.condensed(source)
+    (file,) = tmp_path.rglob(RunFolder.CONDENSED)
+    file.with_name(RunFolder.PREVIOUS).write_text("left behind")
+    assert workshop.condensed(source).fingerprint == made.fingerprint
+    assert not list(tmp_path.rglob("*checkpoint*"))
+
+
 def test_imagenet_in_five_sub_tasks(capsys, tmp_path, monkeypatch):
     """The whole of the imagenet plan's largest cell, on a generated folder at a small size."""
     from m3d.data import imagenet

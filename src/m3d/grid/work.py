@@ -124,7 +124,7 @@ class Workshop:
         """The set that ``source`` describes: kept from before, finished, or made."""
         folder, source = self._folder(source), self.overrides.source(source)
         if folder.finished:
-            return CondensedSet.load(folder.path).hard()  # the paper's labels, whatever was added to the set since
+            return api.resume(folder.path).hard()  # the paper's labels, whatever was added to the set since
         data = self._data(source)
         options: dict[str, Any] = dict(source.options)
         self._begin()
