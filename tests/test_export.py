@@ -64,3 +64,14 @@ def test_pt_loads_without_unpickling_code(condensed, tmp_path):
 def test_unknown_format(condensed, tmp_path):
     with pytest.raises(M3DError, match="unknown export format 'jpg'"):
         export(condensed, "jpg", tmp_path / "x")
+
+
+def test_a_picture_lays_few_images_of_a_class_side_by_side():
+    from m3d.pictures import mosaic_figure
+
+    names = ["airplane", "bird", "cat"]
+    wide = mosaic_figure(torch.rand(3, 1, 3, 8, 8), names, "one each").axes[0]
+    tall = mosaic_figure(torch.rand(3, 4, 1, 8, 8), names, "four each").axes[0]
+    assert [t.get_text() for t in wide.get_xticklabels()] == names and not wide.get_yticklabels()
+    assert [t.get_text() for t in tall.get_yticklabels()] == names and not tall.get_xticklabels()
+    assert wide.images[0].get_size() == (8, 3 * 8 + 2) and tall.images[0].get_size() == (3 * 8 + 2, 4 * 8 + 3)

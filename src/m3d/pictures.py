@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib import rc_context
 from matplotlib.figure import Figure
+from numpy.typing import NDArray
 from torch import Tensor
 
 from m3d.errors import M3DError
@@ -40,7 +41,8 @@ def save_figure(figure: Figure, path: Path, dpi: int = 160, tight: bool = True) 
 
 
 def grid(condensed: CondensedSet, decoded: bool = False, most: int = 10, classes: int = 20) -> Figure:
-    """Rows are classes, columns images: as stored, or as a network sees them (``decoded``)."""
+    """Rows are classes, columns images: as stored, or as a network sees them (``decoded``). With one or two images of a
+    class, classes stand side by side instead."""
     images = condensed.decoded()[0] if decoded else condensed.images
     names = condensed.class_names
     per_class = len(images) // len(names)
@@ -60,27 +62,43 @@ def grid(condensed: CondensedSet, decoded: bool = False, most: int = 10, classes
 
 
 def mosaic_figure(images: Tensor, names: Sequence[str], title: str) -> Figure:
-    """A figure of ``images`` [rows, columns, ch, h, w] in [0, 1] with a name beside each row."""
-    rows, columns, ch, h, w = images.shape
+    """A figure of ``images`` [classes, n, ch, h, w] in [0, 1] with the classes' names beside their rows, or below their
+    columns where n is at most 2."""
+    across = images.shape[1] <= 2 < images.shape[0]
+    images = images.transpose(0, 1) if across else images
+    rows, columns, _, h, w = images.shape
     gap = max(1, h // 16)
+    cell = 0.55  # inches
+    width = max(columns * cell, 2.5)
+    figure = Figure(figsize=(width + 1.2, rows * cell + 0.5))
+    axes = figure.add_subplot()
+    axes.imshow(_canvas(images, gap), interpolation="nearest", vmin=0, vmax=1)
+    if across:
+        axes.set_yticks([])
+        axes.set_xticks([c * (w + gap) + w / 2 - 0.5 for c in range(columns)], names, fontsize=9)
+        if max(map(len, names)) > 5:  # letters that fit below an image
+            for label in axes.get_xticklabels():
+                label.set(rotation=45, ha="right", rotation_mode="anchor")
+    else:
+        axes.set_xticks([])
+        axes.set_yticks([r * (h + gap) + h / 2 - 0.5 for r in range(rows)], names, fontsize=9)
+    axes.tick_params(length=0)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    axes.set_title(textwrap.fill(title, int(width * 14)), fontsize=9, loc="left")  # about 14 letters to an inch
+    return figure
+
+
+def _canvas(images: Tensor, gap: int) -> NDArray[np.float32]:
+    """[height, width, 3]: ``images`` [rows, columns, ch, h, w] side by side on white, ``gap`` pixels apart."""
+    rows, columns, ch, h, w = images.shape
     canvas = np.ones((rows * (h + gap) - gap, columns * (w + gap) - gap, 3), dtype=np.float32)
     pixels = images.expand(rows, columns, 3, h, w) if ch == 1 else images[:, :, :3]
     for r in range(rows):
         for c in range(columns):
             top, left = r * (h + gap), c * (w + gap)
             canvas[top : top + h, left : left + w] = pixels[r, c].permute(1, 2, 0).numpy()
-    cell = 0.55  # inches
-    width = max(columns * cell, 2.5)
-    figure = Figure(figsize=(width + 1.2, rows * cell + 0.5))
-    axes = figure.add_subplot()
-    axes.imshow(canvas, interpolation="nearest", vmin=0, vmax=1)
-    axes.set_yticks([r * (h + gap) + h / 2 - 0.5 for r in range(rows)], names, fontsize=9)
-    axes.set_xticks([])
-    axes.tick_params(length=0)
-    for spine in axes.spines.values():
-        spine.set_visible(False)
-    axes.set_title(textwrap.fill(title, int(width * 14)), fontsize=9, loc="left")  # about 14 letters to an inch
-    return figure
+    return canvas
 
 
 def loss_curve(folder: RunFolder) -> Figure:
