@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
+
+SCENES = Path(__file__).with_name("scenes.py")
 
 
 def port() -> str:
@@ -23,3 +27,11 @@ def start(ranks, *program, nodes=1, node=0, at=None):
     return subprocess.Popen(
         [str(word) for word in command], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
+
+
+def together(ranks, folder, *scenes):
+    """What every process told of every scene of :mod:`scenes`."""
+    process = start(ranks, SCENES, folder, *scenes)
+    _, err = process.communicate(timeout=180)
+    assert process.returncode == 0, err
+    return [[json.loads((folder / f"{name}-{rank}.json").read_text()) for rank in range(ranks)] for name in scenes]

@@ -134,11 +134,34 @@ def condense(folder: Path) -> dict[str, object]:
     return {"sets": sets, "trained": trained, "threads": len(list(Path("/proc/self/task").glob("*")))}
 
 
+def here(folder: Path, ranks: Ranks) -> dict[str, object]:
+    """On each process's own GPU, where there is one."""
+    runtime = ranks.place(Runtime.choose("auto", "fp32", deterministic=True))
+    with ranks.together(runtime, "here"):
+        own = torch.full((1, 3), float(ranks.rank), device=runtime.device)
+        backend = dist.distributed_c10d._get_default_group()._get_backend(own.device)
+        told = {
+            "device": str(own.device),
+            "backend": type(backend).__name__,
+            "rank": dist.get_rank(),
+            "joined": ranks.joined(own, [1] * ranks.world).tolist(),
+            "given": ranks.given(own).tolist(),
+        }
+    return {**told, "set": condensed_here()}
+
+
+def condensed_here() -> str:
+    call = {**CALLS["m3d+"], "device": "auto", "precision": "fp32", "deterministic": True}
+    return m3d.condense(make_dataset(CLASSES), method="m3d+", **call).fingerprint
+
+
 def play(folder: Path, scene: str) -> None:
     ranks = Ranks.from_environment()
     os.environ["M3D_CACHE"] = str(folder / f"cache-{ranks.rank}")
     if scene == "condense":
         told = condense(folder)
+    elif scene == "here":
+        told = here(folder, ranks)
     else:
         with ranks.together(CPU, scene):
             told = globals()[scene](folder, ranks)

@@ -2,12 +2,11 @@
 
 import json
 from itertools import chain
-from pathlib import Path
 
 import pytest
 import scenes
 import torch
-from launch import start
+from launch import SCENES, start, together
 from safetensors.torch import load_file
 
 from m3d.errors import Interrupted
@@ -15,16 +14,7 @@ from m3d.runtime import time_limit
 from m3d.shards import Ranks
 from m3d.train import Trainer
 
-SCENES = Path(scenes.__file__)
 ALL = ("encode", "experts", "condense")
-
-
-def together(ranks, folder, *names):
-    """What every process told of every scene."""
-    process = start(ranks, SCENES, folder, *names)
-    _, err = process.communicate(timeout=180)
-    assert process.returncode == 0, err
-    return [[json.loads((folder / f"{name}-{rank}.json").read_text()) for rank in range(ranks)] for name in names]
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +98,27 @@ def test_a_process_that_is_gone_is_noticed(tmp_path):
     assert process.returncode != 0
     told = json.loads((tmp_path / "die-0.json").read_text())
     assert "another process of this run has stopped" in told["error"] and not (tmp_path / "die-1.json").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu does it with NCCL")
+def test_every_process_exchanges_tensors_on_its_own_device(tmp_path):
+    (told,) = together(2, tmp_path, "here")
+    alone = scenes.condensed_here()
+    for rank, one in enumerate(told):
+        assert one["device"] == "cpu" and one["backend"] == "ProcessGroupGloo" and one["rank"] == rank
+        assert one["joined"] == [[0.0] * 3, [1.0] * 3] and one["given"] == [[0.0] * 3] and one["set"] == alone
+
+
+def test_what_torchrun_says_of_one_process(monkeypatch):
+    """It talks to itself as several do to each other, and knows that it was started anew."""
+    assert Ranks.from_environment() == Ranks() and Ranks().alone
+    told = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "TORCHELASTIC_RESTART_COUNT": 2, "TORCHELASTIC_RUN_ID": "none"}
+    for name, value in told.items():
+        monkeypatch.setenv(name, str(value))
+    ranks = Ranks.from_environment()
+    assert ranks == Ranks(restarts=2, launched=True) and not ranks.alone and ranks.leads
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert Ranks.from_environment() == Ranks(0, 2, 0, 2, True)
 
 
 def test_a_share_is_consecutive_and_even():
