@@ -4,14 +4,13 @@ import dataclasses
 import json
 import os
 import signal
-import socket
 import subprocess
-import sys
 import time
 
 import numpy as np
 import pytest
 import torch
+from launch import port, start
 from toys import make_dataset
 
 import m3d
@@ -56,21 +55,6 @@ def alone(file, tmp_path_factory):
     return {
         name: m3d.condense(**call(file, tmp_path_factory.mktemp("alone") / name, name)).fingerprint for name in STEPS
     }
-
-
-def port() -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])
-
-
-def start(ranks, *program, nodes=1, node=0, at=None):
-    where = ["--nnodes", nodes, "--node-rank", node, "--master-addr", "127.0.0.1", "--master-port", at or port()]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", ranks, *where, *program]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    return subprocess.Popen(
-        [str(word) for word in command], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
 
 
 def worker(tmp_path, calls):

@@ -1,5 +1,7 @@
 """The trainer against a plain PyTorch loop, CutMix by hand, and stacked networks against single ones."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import nn
@@ -100,13 +102,28 @@ def test_trainer_equals_a_plain_loop_with_the_same_draws(fresh_momentum):
 
 
 def test_stacked_networks_equal_single_ones():
-    """20 steps of three networks at once against the same three alone: equal to 1e-6."""
+    """20 steps of three networks in one pass, as on a GPU, against the same three alone: equal to 1e-6."""
     together = trainer(RECIPE, repeats=3)
+    together.at_once = 3
     together.run(7)
     for r in range(3):
         alone = trainer(RECIPE, repeats=1, first=r)
         alone.run(7)
         torch.testing.assert_close(alone.flat[0].detach(), together.flat[r].detach(), atol=1e-6, rtol=1e-5)
+
+
+def test_who_is_trained_beside_a_network_does_not_change_it():
+    """On a CPU, bit for bit, for any division of five networks; none at all is a division too."""
+    together = trainer(RECIPE, repeats=5)
+    together.run(7)
+    for edges in ((0, 1, 2, 3, 4, 5), (0, 2, 5), (0, 0, 4, 5)):
+        parts = []
+        for first, last in pairwise(edges):
+            parts.append(trainer(RECIPE, repeats=last - first, first=first))
+            parts[-1].run(7)
+            assert parts[-1].epoch == 7
+        assert torch.equal(torch.cat([part.flat for part in parts]), together.flat)
+        assert torch.equal(torch.cat([part.accuracy(images()) for part in parts]), together.accuracy(images()))
 
 
 def test_every_image_is_seen_once_an_epoch_and_the_last_batch_is_kept():
@@ -121,6 +138,7 @@ def test_every_image_is_seen_once_an_epoch_and_the_last_batch_is_kept():
 def test_networks_go_in_smaller_groups_when_memory_is_short(monkeypatch, caplog):
     """Three at once do not fit, two do not either: one at a time, the same result, and nothing is lost on the way."""
     whole = trainer(RECIPE, repeats=3)
+    whole.at_once = 3
     whole.run(3)
     tried, see = [], FlatNet.__call__
 
@@ -132,6 +150,7 @@ def test_networks_go_in_smaller_groups_when_memory_is_short(monkeypatch, caplog)
 
     monkeypatch.setattr(FlatNet, "__call__", hungry)
     small = trainer(RECIPE, repeats=3)
+    small.at_once = 3
     small.run(3)
     assert tried[:3] == [3, 2, 1] and set(tried[2:]) == {1} and "1 networks at a time" in caplog.text
     torch.testing.assert_close(small.flat, whole.flat, atol=1e-6, rtol=1e-5)

@@ -88,6 +88,8 @@ def condense(
             machine = run.runtime.describe()
             folder.begin({**request, "fingerprint": dataset.train.fingerprint, "machine": machine}, overwrite)
         run.ranks.meet()
+        if folder is not None and folder.finished:  # before torchrun started the processes anew
+            return CondensedSet.load(folder.path)
         return run.go(folder, report)
 
 

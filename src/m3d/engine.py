@@ -95,7 +95,7 @@ def condense(
         raise M3DError(f"ipc={ipc} is not valid; allowed: 1 and more images per class")
     began = time.perf_counter()
     with runtime.active():
-        pixels = method.tiles.encode(method.init(data, ipc * method.tiles.cells, seed, runtime))
+        pixels = method.tiles.encode(method.init(data, ipc * method.tiles.cells, seed, runtime, shard.ranks))
         if method.matching is None:
             return Outcome(pixels[shard.run.start : shard.run.stop].cpu(), [], time.perf_counter() - began)
         own = pixels[shard.mine.start : shard.mine.stop]
@@ -190,7 +190,7 @@ class _Run:
         communication, and wherever something is due. One process alone meets itself after every step."""
         now, ranks = time.perf_counter(), self.shard.ranks
         (slowest,) = ranks.most((now - self._last_meeting) / max(1, self.step - self._met))
-        ahead = 1 if ranks.world == 1 else int(min(BLOCK, max(1.0, _REPORT_SECONDS / max(slowest, 1e-9))))
+        ahead = 1 if ranks.alone else int(min(BLOCK, max(1.0, _REPORT_SECONDS / max(slowest, 1e-9))))
         due = [self.step - self.step % every + every for every in (BLOCK, self.watch.judge_every) if every]
         self._next_meeting = min(self.step + ahead, *due, self.matching.steps)
         self._last_meeting, self._met = now, self.step

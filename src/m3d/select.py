@@ -14,6 +14,7 @@ from m3d.data.classes import Dataset
 from m3d.errors import M3DError
 from m3d.registry import Registry, parse_spec
 from m3d.runtime import Runtime
+from m3d.shards import Ranks
 from m3d.trained import default_recipe, representations, trained_networks
 
 _LLOYD = 20  # rounds of k-means: later ones move few points
@@ -23,8 +24,8 @@ _CANDIDATES = 1000  # points that its centres may start from
 class Init(Protocol):
     """Chooses ``count`` starting images of every class."""
 
-    def __call__(self, data: Dataset, count: int, seed: int, runtime: Runtime) -> Tensor:
-        """[C, count, ch, h, w] in [0, 1], on the data's device."""
+    def __call__(self, data: Dataset, count: int, seed: int, runtime: Runtime, ranks: Ranks | None = None) -> Tensor:
+        """[C, count, ch, h, w] in [0, 1], on the data's device; processes ``ranks`` may share the work of choosing."""
         ...
 
     def require(self, data: Dataset, count: int) -> None:
@@ -50,7 +51,7 @@ class _Selection:
 class RandomReal(_Selection):
     """Different random real images of each class."""
 
-    def __call__(self, data: Dataset, count: int, seed: int, runtime: Runtime) -> Tensor:
+    def __call__(self, data: Dataset, count: int, seed: int, runtime: Runtime, ranks: Ranks | None = None) -> Tensor:
         self.require(data, count)
         train = data.train
         position = torch.arange(count, device=train.device).expand(1, train.classes, count)
@@ -62,7 +63,7 @@ class RandomReal(_Selection):
 class Noise:
     """Normal noise with the data's mean and standard deviation, clipped to [0, 1]."""
 
-    def __call__(self, data: Dataset, count: int, seed: int, runtime: Runtime) -> Tensor:
+    def __call__(self, data: Dataset, count: int, seed: int, runtime: Runtime, ranks: Ranks | None = None) -> Tensor:
         device, (ch, h, w) = data.train.device, data.shape
         lanes = torch.arange(data.classes, device=device)
         steps = torch.zeros(1, dtype=torch.long, device=device)
@@ -86,17 +87,17 @@ class ByFeatures(_Selection):
     network: str = "convnet3"
     epochs: int = 20
 
-    def __call__(self, data: Dataset, count: int, seed: int, runtime: Runtime) -> Tensor:
+    def __call__(self, data: Dataset, count: int, seed: int, runtime: Runtime, ranks: Ranks | None = None) -> Tensor:
         self.require(data, count)
-        features = self._features(data, seed, runtime)
+        features = self._features(data, seed, runtime, ranks)
         sizes = data.train.count.tolist()
         chosen = [self.rule(part, count) for part in torch.split(features, sizes)]
         return data.train.take(torch.stack(chosen).to(data.train.device))
 
-    def _features(self, data: Dataset, seed: int, runtime: Runtime) -> Tensor:
+    def _features(self, data: Dataset, seed: int, runtime: Runtime, ranks: Ranks | None) -> Tensor:
         if self.features == "pixels":
             return data.train.images.flatten(1).float() / 255
-        trained = trained_networks(data, self.network, default_recipe(self.epochs), 1, seed, runtime)
+        trained = trained_networks(data, self.network, default_recipe(self.epochs), 1, seed, runtime, ranks)
         return representations(trained, data, runtime)
 
 

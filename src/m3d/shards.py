@@ -2,6 +2,7 @@
 
 Classes that share nothing but the encoder may be spread over processes: a draw is a function of (seed, step, class), so
 each process moves its own classes as one process would move them all. A process alone is the shard of everything.
+Networks that are trained on the real data are spread likewise: each process trains its share, and is given the others'.
 Processes talk through PyTorch's collectives: numbers on the CPU by gloo, tensors on GPUs by NCCL.
 """
 
@@ -29,6 +30,7 @@ from m3d.runtime import Runtime
 # A process that dies closes its connections and is noticed at once; this is for one that falls silent. It must outlast
 # what the first process may do alone: judging the set, writing a checkpoint.
 _PATIENCE = timedelta(minutes=30)
+_REASON = 1000  # bytes of an error that the other processes are told
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,7 @@ class Ranks:
     world: int = 1
     local: int = 0  # number on this machine
     restarts: int = 0  # how often torchrun has started them anew
+    launched: bool = False  # whether by torchrun: then one process talks to itself just as several do to each other
 
     @classmethod
     def from_environment(cls) -> Ranks:
@@ -51,13 +54,19 @@ class Ranks:
                 if not text.isdigit():
                     raise M3DError(f"{name}={text!r} in the environment is not valid; torchrun sets it to a number")
                 found[field_name] = int(text)
+        launched = "TORCHELASTIC_RUN_ID" in os.environ
         if found.get("world", 1) <= 1:
-            return cls()
+            return cls(restarts=found.get("restarts", 0), launched=launched)
         if "rank" not in found or found["rank"] >= found["world"]:
             raise M3DError(
                 f"WORLD_SIZE={found['world']} but RANK={found.get('rank')} in the environment; start m3d by torchrun"
             )
-        return cls(**found)
+        return cls(**found, launched=launched)
+
+    @property
+    def alone(self) -> bool:
+        """Whether there is nobody to talk to."""
+        return self.world == 1 and not self.launched
 
     @property
     def leads(self) -> bool:
@@ -65,7 +74,7 @@ class Ranks:
         return self.rank == 0
 
     def place(self, runtime: Runtime) -> Runtime:
-        """The same runtime on this process's own GPU; on CPUs, and alone, nothing changes."""
+        """The same runtime on this process's own GPU; on CPUs, and for one process, nothing changes."""
         if self.world == 1 or runtime.device.type != "cuda":
             return runtime
         have = torch.cuda.device_count()
@@ -77,11 +86,15 @@ class Ranks:
     @contextmanager
     def together(self, runtime: Runtime, run: str) -> Iterator[None]:
         """In company of the other processes, which must have been asked for the same ``run``."""
-        if self.world == 1:
+        if self.alone:
             yield
             return
         ours = not dist.is_initialized()  # a program that brought its processes together keeps them so
         if ours:
+            # Imported while a group exists (by the first switch of determinism), this module would keep it for ever in
+            # its functions' default arguments, and gloo's threads would abort the process now and then as it ends.
+            import torch.distributed.nn.functional  # noqa: F401
+
             backend = "cpu:gloo,cuda:nccl" if runtime.device.type == "cuda" else "gloo"
             with self._company():
                 store = PrefixStore(f"m3d-{next(_runs)}", _store())
@@ -98,7 +111,7 @@ class Ranks:
 
     def most(self, *values: float) -> list[float]:
         """The largest of each value over all processes."""
-        if self.world == 1:
+        if self.alone:
             return list(values)
         numbers = torch.tensor(values, dtype=torch.float64)
         with self._company():
@@ -115,7 +128,7 @@ class Ranks:
 
     def told(self, value: float) -> float:
         """The first process's value."""
-        if self.world == 1:
+        if self.alone:
             return value
         number = torch.tensor(value, dtype=torch.float64)
         with self._company():
@@ -124,7 +137,7 @@ class Ranks:
 
     def joined(self, part: Tensor, sizes: list[int]) -> Tensor:
         """The parts [sizes[rank], ...] of all processes one after the other, on every process."""
-        if self.world == 1:
+        if self.alone:
             return part
         longest = part.new_zeros(max(sizes), *part.shape[1:])  # collectives take equal shapes
         longest[: len(part)] = part
@@ -132,6 +145,53 @@ class Ranks:
         with self._company():
             dist.all_gather(parts, longest)
         return torch.cat([p[:size] for p, size in zip(parts, sizes, strict=True)])
+
+    def given(self, tensor: Tensor) -> Tensor:
+        """The first process's tensor; the others bring one of the same shape, kind and device to be filled."""
+        if self.alone:
+            return tensor
+        content = tensor.contiguous()
+        with self._company():
+            dist.broadcast(content, 0)
+        return content
+
+    def share(self, count: int) -> range:
+        """Which of ``count`` things are this process's; none, where there are more processes than things."""
+        return split(range(count), self.world)[self.rank]
+
+    def workers(self, count: int) -> int:
+        """How many processes have a share of ``count`` things."""
+        return min(count, self.world)
+
+    def gathered(self, part: Tensor, count: int) -> Tensor:
+        """[count, ...] of the processes' own shares ``part`` [share, ...]; every process must ask."""
+        return self.joined(part, [len(share) for share in split(range(count), self.world)])
+
+    @contextmanager
+    def alike(self) -> Iterator[None]:
+        """What fails in one process ends in all: there with its own error, elsewhere with one that repeats it."""
+        if self.alone:
+            yield
+            return
+        failure: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            failure = error
+        failed = int(self.most(-1 if failure is None else self.rank)[0])
+        if failed < 0:
+            return
+        reason = self._reason(failure, failed)
+        raise failure or M3DError(f"process {failed} of {self.world} failed, and with it the run: {reason}")
+
+    def _reason(self, failure: Exception | None, failed: int) -> str:
+        """The first words of process ``failed``'s error, on every process."""
+        name = "" if isinstance(failure, M3DError) else f"{type(failure).__name__}: "
+        text = f"{name}{failure}".encode()[:_REASON]
+        told = torch.tensor(list(text.ljust(_REASON)), dtype=torch.uint8)
+        with self._company():
+            dist.broadcast(told, failed)
+        return bytes(told.tolist()).decode(errors="ignore").strip()
 
     @contextmanager
     def _company(self) -> Iterator[None]:
@@ -191,4 +251,4 @@ class Shard:
 
     def whole(self, part: Tensor) -> Tensor:
         """[run classes, ...] of the processes' own ``part`` [own classes, ...]; every process must ask."""
-        return self.ranks.joined(part, [len(classes) for classes in split(self.run, self.ranks.world)])
+        return self.ranks.gathered(part, len(self.run))

@@ -120,7 +120,8 @@ class Trainer:
         """With ``sample`` an epoch is that many images, the next ones of an endless shuffled reading of them all.
 
         ``first`` is the number of the first network: what a network starts from and is shown depends on its own number
-        alone, so ten networks may be trained at once or in groups. With ``counts``, ``right`` adds up how many images
+        alone, so ten networks may be trained at once or in groups, and by several processes, some of which have none
+        (``repeats`` 0). With ``counts``, ``right`` adds up how many images
         of the batches each network knew before it learned from them.
         """
         if recipe.photo is not None and images.normalise is None:
@@ -129,7 +130,9 @@ class Trainer:
         self.sample, self.length = sample, sample or len(images)  # images an epoch has
         self.net, self.images, self.recipe, self.seed, self.runtime = net, images, recipe, seed, runtime
         self.repeats, self.batch = repeats, min(recipe.batch, self.length)
-        self.at_once = repeats  # networks in one pass: fewer where memory is short
+        # Networks in one pass: fewer where memory is short, and one on a CPU, where it is no slower and where a network
+        # is to be the same to the bit whoever else is trained beside it.
+        self.at_once = max(1, repeats) if device.type == "cuda" else 1
         self.steps_per_epoch = -(-self.length // self.batch)
         self.epochs_per_block = max(1, _BLOCK_STEPS // self.steps_per_epoch)
         self.lanes = torch.arange(first, first + repeats, device=device)
@@ -151,6 +154,8 @@ class Trainer:
 
     def run(self, until: int) -> None:
         """Train up to the end of epoch ``until``."""
+        if self.repeats == 0:
+            self.epoch = max(self.epoch, until)
         while self.epoch < until:
             self._begin_epoch()
             for k in range(self.steps_per_epoch):

@@ -1,7 +1,7 @@
 """Networks trained on the real data, many at once, kept for every later run that asks for the same ones.
 
 The cache is a folder of safetensors (``$M3D_CACHE``, else ``~/.cache/m3d/networks``); a file's name is a digest of
-everything that decides its contents: data, network, recipe, seed and precision.
+everything that decides its contents: data, network, recipe, seed and precision. Several processes share the training.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ from m3d.files import read_checked, write_checked
 from m3d.nets import make_net
 from m3d.nets.flat import FlatNet
 from m3d.runtime import Runtime, stop_politely
+from m3d.shards import Ranks
 from m3d.train import Images, Recipe, Trainer
 
 log = logging.getLogger(__name__)
 _REPORT_SECONDS = 5.0
+_KEPT = ("flat", "velocity")  # [R, P] each, of training that was stopped
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,15 @@ def default_recipe(epochs: int) -> Recipe:
     )
 
 
-def trained_networks(data: Dataset, spec: str, recipe: Recipe, repeats: int, seed: int, runtime: Runtime) -> Trained:
-    """``repeats`` networks called ``spec``, trained on ``data``'s training images, from the cache if they are there."""
+def trained_networks(
+    data: Dataset, spec: str, recipe: Recipe, repeats: int, seed: int, runtime: Runtime, ranks: Ranks | None = None
+) -> Trained:
+    """``repeats`` networks called ``spec``, trained on ``data``'s training images, from the cache if they are there.
+
+    Several processes ``ranks`` must all ask: each trains its share of the networks, and all return all of them. The
+    cache is that of the first one, which alone reads and writes it.
+    """
+    ranks = ranks or Ranks()
     if not data.mirror:
         recipe = replace(recipe, augment=recipe.augment.without("flip"))
     net = FlatNet(make_net(spec, data.shape, data.classes), runtime.device)
@@ -70,27 +79,91 @@ def trained_networks(data: Dataset, spec: str, recipe: Recipe, repeats: int, see
     }
     path = cache_folder() / f"{hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:24]}.safetensors"
     initial = net.fresh(seed, rng.Purpose.TEACHER, _zero(runtime), torch.arange(repeats, device=runtime.device))
-    kept = _kept(path, initial.shape)
+    workers = ranks.workers(repeats)
+    kept = _kept(path, initial, ranks)
     if kept is not None:
         final, seconds = kept
         log.info("%d trained %s come from the cache; their training took %.1f s", repeats, spec, seconds)
-        return Trained(net, initial, final.to(runtime.device), seconds, seconds)
+        return Trained(net, initial, final, seconds / workers, seconds / workers)
     log.info("training %d %s for %d epochs on %s", repeats, spec, recipe.epochs, data.name)
     began = time.perf_counter()
-    images = _images(data, runtime)
     with runtime.active():
-        trainer = Trainer(net, images, recipe, repeats, seed, runtime)
-        with torch.no_grad():
-            trainer.flat.copy_(initial)
-        earlier = _run(trainer, path.with_suffix(".begun"))
-        accuracy = trainer.accuracy(images).tolist()  # waits for the device
-    final, seconds = trainer.flat.detach(), earlier + time.perf_counter() - began
+        with ranks.alike():
+            training = _Training(net, _images(data, runtime), recipe, initial, seed, runtime, ranks)
+        earlier = training.run(path.with_suffix(".begun"))
+        final, accuracy = training.result()
+    seconds = earlier + time.perf_counter() - began
     log.info("trained in %.1f s to a training accuracy of %.1f %%", seconds, sum(accuracy) / repeats)
     if not bool(torch.isfinite(final).all()):
         raise M3DError(f"{spec}: weights are not finite after training on {data.name}; try --precision fp32")
-    _keep(path, {"final": final}, {**asked, "training_accuracy": accuracy, "seconds": seconds})
-    path.with_suffix(".begun").unlink(missing_ok=True)
+    if ranks.leads:
+        _keep(path, {"final": final}, {**asked, "training_accuracy": accuracy, "seconds": seconds * workers})
+        path.with_suffix(".begun").unlink(missing_ok=True)
     return Trained(net, initial, final, seconds, earlier)
+
+
+class _Training:
+    """Networks in training, spread over the processes: each has some of the rows [R, P] that the first one keeps.
+
+    Seconds on disk are those that one process would need; as many processes as have a share divide them.
+    """
+
+    def __init__(
+        self, net: FlatNet, images: Images, recipe: Recipe, initial: Tensor, seed: int, runtime: Runtime, ranks: Ranks
+    ):
+        self.images, self.ranks, self.networks = images, ranks, len(initial)
+        self.own = ranks.share(len(initial))
+        self.trainer = Trainer(net, images, recipe, len(self.own), seed, runtime, first=self.own.start)
+        mine = self._mine(initial)
+        self.trainer.load({"flat": mine, "velocity": torch.zeros_like(mine), "epoch": torch.tensor(0)})
+
+    def _mine(self, rows: Tensor) -> Tensor:
+        return rows[self.own.start : self.own.stop]
+
+    def run(self, begun: Path) -> float:
+        """Train to the last epoch, from where an interrupted session left off in ``begun``; returns its seconds."""
+        trainer, ranks, epochs = self.trainer, self.ranks, self.trainer.recipe.epochs
+        earlier = self._continue(begun)
+        start = shown = time.perf_counter()
+        with stop_politely() as stopping:
+            while trainer.epoch < epochs:
+                with ranks.alike():
+                    trainer.run(trainer.epoch + 1)
+                now = time.perf_counter()
+                if ranks.any(stopping.is_set()):  # all stop after the same epoch
+                    self._leave(begun, earlier + now - start)
+                    raise Interrupted(trainer.epoch, "epochs of training the networks it needs")
+                if now - shown > _REPORT_SECONDS:
+                    log.info("epoch %d of %d", trainer.epoch, epochs)
+                    shown = now
+        return earlier
+
+    def result(self) -> tuple[Tensor, list[float]]:
+        """(weights [R, P], accuracies on the training images) of all networks, on every process."""
+        with self.ranks.alike():
+            own = self.trainer.accuracy(self.images)  # waits for the device
+        accuracy: list[float] = self.ranks.gathered(own, self.networks).tolist()
+        return self.ranks.gathered(self.trainer.flat.detach(), self.networks), accuracy
+
+    def _continue(self, begun: Path) -> float:
+        """Go on from ``begun``, if the first process has it; returns the seconds spent until then."""
+        trainer, ranks = self.trainer, self.ranks
+        with ranks.alike():
+            found = _begun(begun) if ranks.leads else None
+        if not ranks.any(found is not None):
+            return 0.0
+        room = trainer.flat.new_empty(len(_KEPT), self.networks, trainer.flat.shape[1])
+        rows, epoch, seconds = found or (room, 0, 0.0)
+        flat, velocity = (self._mine(ranks.given(r)) for r in rows.to(room))
+        trainer.load({"flat": flat, "velocity": velocity, "epoch": torch.tensor(int(ranks.told(epoch)))})
+        return ranks.told(seconds) / ranks.workers(self.networks)
+
+    def _leave(self, begun: Path, seconds: float) -> None:
+        """What any number of processes can go on from, written by the first."""
+        state = self.trainer.state()
+        whole = {k: self.ranks.gathered(state[k], self.networks) for k in _KEPT}
+        if self.ranks.leads:
+            _keep(begun, {**whole, "epoch": state["epoch"]}, {"seconds": seconds * self.ranks.workers(self.networks)})
 
 
 def _keep(path: Path, tensors: dict[str, Tensor], about: dict[str, object]) -> None:
@@ -100,28 +173,28 @@ def _keep(path: Path, tensors: dict[str, Tensor], about: dict[str, object]) -> N
         log.warning("the trained networks are not kept: %s", error)
 
 
-def _run(trainer: Trainer, begun: Path) -> float:
-    """Train to the last epoch, from where an interrupted session left off in ``begun``; returns its seconds."""
-    epochs, earlier = trainer.recipe.epochs, 0.0
-    if begun.exists():
-        tensors, about = read_checked(begun)
-        trainer.load(tensors)
-        earlier = float(about["seconds"])
-    start = shown = time.perf_counter()
-    with stop_politely() as stopping:
-        while trainer.epoch < epochs:
-            trainer.run(trainer.epoch + 1)
-            now = time.perf_counter()
-            if stopping.is_set():
-                _keep(begun, trainer.state(), {"seconds": earlier + now - start})
-                raise Interrupted(trainer.epoch, "epochs of training the networks it needs")
-            if now - shown > _REPORT_SECONDS:
-                log.info("epoch %d of %d", trainer.epoch, epochs)
-                shown = now
-    return earlier
+def _begun(path: Path) -> tuple[Tensor, int, float] | None:
+    """(weights and velocities [2, R, P], epochs done, seconds) of training that was stopped, if there is any."""
+    if not path.exists():
+        return None
+    tensors, about = read_checked(path)
+    try:
+        return torch.stack([tensors[k] for k in _KEPT]), int(tensors["epoch"]), float(about["seconds"])
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise M3DError(f"{str(path)!r} does not hold training that was stopped ({error}); delete it") from error
 
 
-def _kept(path: Path, shape: torch.Size) -> tuple[Tensor, float] | None:
+def _kept(path: Path, like: Tensor, ranks: Ranks) -> tuple[Tensor, float] | None:
+    """(weights like ``like`` [R, P], seconds of training) on every process, if the first one has them in its cache."""
+    with ranks.alike():
+        found = _read(path, like.shape) if ranks.leads else None
+    if not ranks.any(found is not None):
+        return None
+    final, seconds = found or (torch.empty_like(like), 0.0)
+    return ranks.given(final.to(like.device)), ranks.told(seconds)
+
+
+def _read(path: Path, shape: torch.Size) -> tuple[Tensor, float] | None:
     """([R, P], seconds of training) of a file of the cache; None if it is not there, or damaged, which is said."""
     if not path.exists():
         return None

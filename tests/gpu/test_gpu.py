@@ -3,7 +3,9 @@
 from dataclasses import replace
 
 import pytest
+import scenes
 import torch
+from launch import together
 from toys import make_dataset
 
 from m3d import rng
@@ -233,6 +235,20 @@ def test_a_recorded_refill_draws_each_step_its_own_encoder(data):
         expected = share * pool.networks.initial[row] + (1 - share) * pool.networks.final[row]
         torch.testing.assert_close(pool.eyes().flat, expected, atol=1e-6, rtol=1e-5)
     assert pool.eyes().flat.data_ptr() == place
+
+
+def test_processes_exchange_tensors_on_their_own_gpus_by_nccl(tmp_path, monkeypatch):
+    """As many as there are GPUs, four at most; all get the same set. That of one is the set of a process that torchrun
+    did not start; several take other numbers of networks and classes through at once, which rounds otherwise."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    ranks = min(4, torch.cuda.device_count())
+    (told,) = together(ranks, tmp_path, "here")
+    for rank, one in enumerate(told):
+        assert one["device"] == f"cuda:{rank}" and one["backend"] == "ProcessGroupNCCL" and one["rank"] == rank
+        assert one["joined"] == [[float(r)] * 3 for r in range(ranks)] and one["given"] == [[0.0] * 3]
+    assert len({one["set"] for one in told}) == 1
+    if ranks == 1:
+        assert told[0]["set"] == scenes.condensed_here()
 
 
 def test_images_streamed_from_the_host_give_the_resident_run(monkeypatch):

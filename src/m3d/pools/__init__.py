@@ -15,7 +15,7 @@ from m3d.data.classes import Dataset
 from m3d.errors import M3DError
 from m3d.nets.flat import FlatNet
 from m3d.runtime import Repeated, Runtime
-from m3d.shards import Shard
+from m3d.shards import Ranks, Shard
 from m3d.synth import Synthetic
 from m3d.train import Images, Recipe, Trainer
 from m3d.types import Eyes
@@ -31,6 +31,11 @@ class World:
     seed: int
     runtime: Runtime
     shard: Shard | None = None  # whose classes ``synthetic`` holds; None: all
+
+    @property
+    def ranks(self) -> Ranks:
+        """The processes that may share the training of networks."""
+        return Ranks() if self.shard is None else self.shard.ranks
 
     def images(self) -> Tensor:
         """[C, n, ch, h, w] in [0, 1]: the synthetic images of all classes, decoded; every process must ask."""

@@ -3,7 +3,8 @@
 Experts are trained a group at a time and written down after every epoch, one file per group and epoch, in the cache of
 :mod:`m3d.trained`. Their rate is constant and they have no momentum, so a file is all that training needs to go on: a
 killed session loses at most an epoch, and more epochs or more experts are added to those that are there. Files are read
-a row at a time, so memory holds no more than a step needs (the system keeps what fits).
+a row at a time, so memory holds no more than a step needs (the system keeps what fits). Several processes share a
+group; the first one reads and writes the files.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from m3d.files import read_checked, read_row, write_checked
 from m3d.nets.flat import FlatNet
 from m3d.pools import LivePool, World
 from m3d.runtime import Runtime
+from m3d.shards import Ranks
 from m3d.train import Images, Recipe, Trainer
 from m3d.trained import cache_folder
 from m3d.types import Eyes, Segment
@@ -53,9 +55,20 @@ class Trajectories:
 
 
 def train_experts(
-    net: FlatNet, data: Dataset, recipe: Recipe, experts: int, epochs: int, seed: int, runtime: Runtime
+    net: FlatNet,
+    data: Dataset,
+    recipe: Recipe,
+    experts: int,
+    epochs: int,
+    seed: int,
+    runtime: Runtime,
+    ranks: Ranks | None = None,
 ) -> Trajectories:
-    """Experts with ``epochs`` recorded epochs each; those in the cache are checked and taken, the rest trained."""
+    """Experts with ``epochs`` recorded epochs each; those in the cache are checked and taken, the rest trained.
+
+    Several processes ``ranks`` must all ask; each trains its share of every group.
+    """
+    ranks = ranks or Ranks()
     if recipe.momentum or recipe.milestones or recipe.schedule == "linear":
         raise M3DError("experts are trained without momentum and at a constant rate; the recipe has one of them")
     if not net.spec:
@@ -78,11 +91,22 @@ def train_experts(
     images = Images(data.train.images, data.train.labels(), data.normalise()).prepared()
     for group in trajectories.groups():
         files = [trajectories.file(group, epoch) for epoch in range(epochs + 1)]
-        there = next((e for e, file in enumerate(files) if not _whole(file, (len(group), net.size))), epochs + 1)
-        if there <= epochs:
-            trainer = Trainer(net, images, recipe, len(group), seed, runtime, first=group[0])
-            _train(trainer, files, there, asked)
+        recorded = _recorded(files, (len(group), net.size), ranks)
+        if recorded < len(files):
+            with ranks.alike():
+                own = ranks.share(len(group))
+                trainer = Trainer(net, images, recipe, len(own), seed, runtime, first=group.start + own.start)
+            _train(trainer, group, files, recorded, asked, ranks)
     return trajectories
+
+
+def _recorded(files: list[Path], shape: tuple[int, int], ranks: Ranks) -> int:
+    """How many of a group's files, from the first on, the first process has."""
+    count = 0
+    with ranks.alike():
+        if ranks.leads:
+            count = next((e for e, file in enumerate(files) if not _whole(file, shape)), len(files))
+    return int(ranks.told(count))
 
 
 def _whole(file: Path, shape: tuple[int, int]) -> bool:
@@ -100,22 +124,41 @@ def _whole(file: Path, shape: tuple[int, int]) -> bool:
     return True
 
 
-def _train(trainer: Trainer, files: list[Path], there: int, asked: dict[str, object]) -> None:
-    """Train a group on from its last recorded epoch (``there`` − 1), and write down every further one."""
-    net, lanes = trainer.net, trainer.lanes
-    log.info("training experts %d to %d, epochs %d to %d", lanes[0], lanes[-1], there, len(files) - 1)
-    if there == 0:
-        flat = net.fresh(trainer.seed, rng.Purpose.EXPERT, lanes.new_zeros(1), lanes)
-        write_checked(files[0], {"flat": flat}, asked)
-        there = 1
-    else:
-        flat = read_checked(files[there - 1])[0]["flat"]
-    trainer.load({"flat": flat, "velocity": torch.zeros_like(flat), "epoch": torch.tensor(there - 1)})
-    for epoch in range(there, len(files)):
-        trainer.run(epoch)
-        if not bool(torch.isfinite(trainer.flat).all()):
+def _train(
+    trainer: Trainer, group: range, files: list[Path], recorded: int, asked: dict[str, object], ranks: Ranks
+) -> None:
+    """Train a group on from the last of its ``recorded`` files, and write down every further epoch."""
+    log.info("training experts %d to %d, epochs %d to %d", group[0], group[-1], recorded, len(files) - 1)
+
+    def write(epoch: int, flat: Tensor) -> None:
+        with ranks.alike():
+            if ranks.leads:
+                write_checked(files[epoch], {"flat": flat}, asked)
+
+    own, start = ranks.share(len(group)), _start(trainer, group, files[:recorded], ranks)
+    if recorded == 0:
+        write(0, start)
+    mine, first = start[own.start : own.stop], max(1, recorded)
+    trainer.load({"flat": mine, "velocity": torch.zeros_like(mine), "epoch": torch.tensor(first - 1)})
+    for epoch in range(first, len(files)):
+        with ranks.alike():
+            trainer.run(epoch)
+        flat = ranks.gathered(trainer.flat.detach(), len(group))
+        if not bool(torch.isfinite(flat).all()):
             raise M3DError(f"an expert's weights are not finite after epoch {epoch}; try --precision fp32")
-        write_checked(files[epoch], {"flat": trainer.flat}, asked)
+        write(epoch, flat)
+
+
+def _start(trainer: Trainer, group: range, recorded: list[Path], ranks: Ranks) -> Tensor:
+    """[experts, P] of a whole group: as it began, or as the last of its ``recorded`` files has it."""
+    lanes = torch.arange(group.start, group.stop, device=trainer.lanes.device)
+    flat = trainer.net.fresh(trainer.seed, rng.Purpose.EXPERT, lanes.new_zeros(1), lanes)
+    if not recorded:
+        return flat
+    with ranks.alike():
+        if ranks.leads:
+            flat = read_checked(recorded[-1])[0]["flat"].to(flat)
+    return ranks.given(flat)
 
 
 @dataclass(frozen=True)
@@ -149,7 +192,7 @@ class Experts:
 
     def start(self, world: World) -> LivePool:
         trajectories = train_experts(
-            world.net, world.data, self.recipe, self.experts, self.needed, world.seed, world.runtime
+            world.net, world.data, self.recipe, self.experts, self.needed, world.seed, world.runtime, world.ranks
         )
         return _ExpertPool(self, world, trajectories)
 

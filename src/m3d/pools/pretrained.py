@@ -63,7 +63,9 @@ class Pretrained:
     def start(self, world: World) -> LivePool:
         if not world.net.spec:
             raise M3DError("encoders are trained and kept by their network's name; this one has none, use make_net")
-        trained = trained_networks(world.data, world.net.spec, self.recipe, self.networks, world.seed, world.runtime)
+        trained = trained_networks(
+            world.data, world.net.spec, self.recipe, self.networks, world.seed, world.runtime, world.ranks
+        )
         return _PretrainedPool(self, world, trained)
 
 

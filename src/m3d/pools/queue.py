@@ -81,14 +81,17 @@ class LiveQueue(LivePool):
         train, data = world.data.train, world.data
         images = Images(train.images, train.labels(), data.normalise()).prepared()
         self.batch = min(record.recipe.batch, len(images))
+        self.ranks = world.ranks
+        self.own = self.ranks.share(record.learners)  # of the networks that learn after a step: this process's
         self.trainer = Trainer(
             world.net,
             images,
             record.recipe,
-            record.learners,
+            len(self.own),
             world.seed,
             world.runtime,
             sample=record.train_steps * self.batch,
+            first=self.own.start,
             counts=True,
         )
         self._orders = torch.zeros(0)
@@ -116,18 +119,22 @@ class LiveQueue(LivePool):
 
     @torch.no_grad()
     def age(self, step: int) -> None:
+        """Every process teaches its share of the learners and is given the others'."""
         rows, trainer = self._rows(step, _LEARN, self.record.learners), self.trainer
         assert trainer.right is not None
         # Rows are picked by Python numbers, never by an index tensor: nothing here waits for the device.
-        flat, velocity = (torch.stack([buffer[r] for r in rows]) for buffer in (self.networks, self.momenta))
-        trainer.load({"flat": flat, "velocity": velocity, "epoch": torch.tensor(step)})
+        for k, learner in enumerate(self.own):
+            trainer.flat[k].copy_(self.networks[rows[learner]])
+            trainer.velocity[k].copy_(self.momenta[rows[learner]])
         trainer.right.zero_()
+        trainer.epoch = step
         with torch.enable_grad():
             trainer.run(step + 1)  # an epoch is ``train_steps`` batches, and each step draws its own
-        for k, row in enumerate(rows):
-            self.networks[row].copy_(trainer.flat[k])
-            self.momenta[row].copy_(trainer.velocity[k])
-            self.right[row].add_(trainer.right[k])
+        taught = [self.ranks.gathered(x, len(rows)) for x in (trainer.flat, trainer.velocity, trainer.right)]
+        for row, flat, velocity, right in zip(rows, *taught, strict=True):
+            self.networks[row].copy_(flat)
+            self.momenta[row].copy_(velocity)
+            self.right[row].add_(right)
             self.asked[row].add_(trainer.length)
 
     def _push(self, number: int) -> None:
