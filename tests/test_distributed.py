@@ -291,3 +291,5 @@ def test_processes_that_torchrun_started_anew_continue_their_run(file, alone, tm
     seen = []
     assert m3d.condense(**begun, report=seen.append).fingerprint == alone["m3d"]
     assert min(p.step for p in seen) > 20
+    seen.clear()
+    assert m3d.condense(**begun, report=seen.append).fingerprint == alone["m3d"] and not seen  # it had finished
