@@ -68,7 +68,7 @@ ALLOWED = {
     },
     "m3d.engine": {"m3d.data", "m3d.method", "m3d.nets", "m3d.runtime", "m3d.shards", "m3d.step", "m3d.store"},
 }  # fmt: skip
-USE_METHODS = {"m3d", "m3d.api", "m3d.listing", "m3d.methods"}
+USE_METHODS = {"m3d", "m3d.listing", "m3d.methods", "m3d.prepare"}
 
 
 def modules() -> dict[str, Path]:

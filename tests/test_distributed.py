@@ -63,10 +63,10 @@ def worker(tmp_path, calls):
 
 
 def command(file, out, *more):
-    """The same run as :func:`call`'s on the command line."""
+    """The same run as :func:`call`'s on the command line, but without a mean, which would begin where the steps say."""
     given = {**SETTINGS, "steps": 100_000, **OPTIONS["m3d"], "out": out, "checkpoint_seconds": 0.05}
     options = [word for k, v in given.items() for word in (f"--{k.replace('_', '-')}", v)]
-    return "-m", "m3d", "condense", file, *options, *more
+    return "-m", "m3d", "condense", file, *options, "--set", "average_from=1", *more
 
 
 def wait_for(path, process):
@@ -128,7 +128,7 @@ def finish_in_fewer_steps(folder):
 def same_as_alone(folder, file, tmp_path, steps):
     """A resumed run against one that one process made without a stop."""
     resumed = m3d.resume(folder)
-    whole = m3d.condense(**call(file, tmp_path / "whole", steps=steps))
+    whole = m3d.condense(**call(file, tmp_path / "whole", steps=steps, average_from=1))
     assert torch.equal(resumed.images, whole.images)
 
 

@@ -127,7 +127,7 @@ def call(capsys, words: list[str]) -> int | None:
 
 def test_everything_that_can_be_typed(place, count, capsys, monkeypatch):
     """Everything up to the long work itself."""
-    monkeypatch.setattr("m3d.api._Prepared.go", reached)
+    monkeypatch.setattr("m3d.prepare.Prepared.go", reached)
     monkeypatch.setattr("m3d.evaluation.Trainer", reached)
     monkeypatch.setattr("m3d.grid.work.Workshop.make", reached)
     seen = set()

@@ -123,7 +123,7 @@ def test_run_json(run, tmp_path, count, monkeypatch):
     def reached(*arguments):
         raise Reached
 
-    monkeypatch.setattr("m3d.api._Prepared.go", reached)
+    monkeypatch.setattr("m3d.prepare.Prepared.go", reached)
 
     @cases(0.1)
     @given(st.one_of(changed(request).map(as_json), st.binary(max_size=40), damaged(as_json(request).encode())))
