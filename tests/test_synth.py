@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+import m3d
 from m3d.errors import M3DError
 from m3d.normalise import Normalise
 from m3d.synth import Synthetic, Tiles, bilinear_matrix
@@ -109,3 +110,35 @@ def test_synthetic_projects_into_the_pixel_range(standardised):
 def test_factor_zero_is_refused():
     with pytest.raises(M3DError, match="factor=0"):
         Tiles(0)
+
+
+@pytest.mark.parametrize(("factor", "side"), [(2, (32, 32)), (3, (32, 30)), (4, (28, 28)), (2, (9, 8))])
+def test_bicubic_cells_are_the_library_s(factor, side):
+    """Against its bicubic interpolation of each cell, what overshoots cut off; and it does overshoot."""
+    x = torch.rand(2, 3, 1, *side, generator=torch.Generator().manual_seed(1)).round()
+    cells = [-(-s // factor) for s in side]
+    padded = functional.pad(x, (0, cells[1] * factor - side[1], 0, cells[0] * factor - side[0]), value=0.5)
+    out = Tiles(factor, upsample="bicubic").decode(x)
+    overshoots = 0
+    for image in range(3):
+        for i in range(factor):
+            for j in range(factor):
+                cell = padded[:, image, :, i * cells[0] : (i + 1) * cells[0], j * cells[1] : (j + 1) * cells[1]]
+                large = functional.interpolate(cell, size=side, mode="bicubic", align_corners=False)
+                overshoots += int(((large < -0.01) | (large > 1.01)).sum())
+                mine = out[:, image * factor**2 + i * factor + j]
+                torch.testing.assert_close(mine, large.clamp(0, 1), atol=1e-5, rtol=1e-5)
+    assert overshoots > 0
+
+
+def test_a_set_is_decoded_as_its_method_did(tmp_path):
+    options = {"steps": 2, "batch_real": 4, "factor": 2, "augment": "none", "net": "convnet2:width=8"}
+    made = m3d.condense("digits", 1, upsample="bicubic", out=tmp_path / "run", **options)
+    loaded = m3d.CondensedSet.load(tmp_path / "run")
+    assert loaded.manifest["upsample"] == "bicubic"
+    images = Tiles(2, upsample="bicubic").decode(made.images)
+    assert torch.equal(loaded.decoded()[0], images) and not torch.equal(images, Tiles(2).decode(made.images))
+    dataset = m3d.CondensedDataset(tmp_path / "run", normalise=False)
+    assert torch.equal(dataset[3][0], images[3])
+    with pytest.raises(M3DError, match=r"unknown upsample 'cubic'.*'bicubic'\?.*Allowed: bicubic, bilinear"):
+        m3d.condense("digits", 1, upsample="cubic", **options)

@@ -95,6 +95,7 @@ MEANINGS = {
     "third": "weight of the skewnesses",
     "train_images": "real images the network is trained on after each step",
     "train_steps": "training steps of each network that learns after a step",
+    "upsample": "how a mini-image is enlarged: bilinear, or bicubic, which is sharper",
     "width": "channels of the first block",
     "window": "how many of the latest accuracies of a network are looked at together",
 }

@@ -107,6 +107,7 @@ class Prepared:
             "options": self.options,
             "ipc": request["ipc"],
             "factor": self.method.tiles.factor,
+            "upsample": self.method.tiles.upsample,
             "mean": list(data.mean),
             "std": list(data.std),
             "class_names": list(data.class_names),

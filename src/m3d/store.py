@@ -89,7 +89,7 @@ class CondensedSet:
 
     @property
     def tiles(self) -> Tiles:
-        return Tiles(int(self.manifest["factor"]))
+        return Tiles(int(self.manifest["factor"]), upsample=str(self.manifest.get("upsample", "bilinear")))
 
     @property
     def class_names(self) -> list[str]:

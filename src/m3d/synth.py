@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from m3d.errors import M3DError
+from m3d.errors import M3DError, unknown
 from m3d.normalise import Normalise
 
 _LARGEST_FACTOR = 16  # decoding takes factor² times a set's memory: a small file must not ask for all there is
@@ -20,16 +21,21 @@ class Tiles:
     """Factor & up-sampling: an l × l mosaic of small images, each enlarged to full size (Eq. 10).
 
     ``factor`` 1 stores images as they are. Where l does not divide a side, the image is padded to the right and below
-    with 0.5 before it is cut (224 → 225 → 75-pixel cells). Images that start a mosaic are made small by taking the
-    ``nearest`` pixel, or by ``bilinear`` interpolation (at factor 2 the mean of each 2×2 square).
+    with 0.5 before it is cut (224 → 225 → 75-pixel cells). Cells are enlarged by ``bilinear`` interpolation as in the
+    paper, or by ``bicubic``, which is sharper and overshoots (what leaves [0, 1] is cut off). Images that start a
+    mosaic are made small by taking the ``nearest`` pixel, or by ``bilinear`` interpolation (at factor 2 the mean of
+    each 2×2 square).
     """
 
     factor: int = 2
     shrink: Literal["nearest", "bilinear"] = "nearest"
+    upsample: str = "bilinear"
 
     def __post_init__(self) -> None:
         if not 1 <= self.factor <= _LARGEST_FACTOR:
             raise M3DError(f"factor={self.factor} is not valid; allowed: 1 to {_LARGEST_FACTOR}")
+        if self.upsample not in UPSAMPLERS:
+            raise unknown("upsample", self.upsample, UPSAMPLERS)
 
     @property
     def cells(self) -> int:
@@ -53,12 +59,14 @@ class Tiles:
         # [..., n, ch, l, cell_h, l, cell_w]
         cells: Tensor = padded.unflatten(-1, (l, cell_w)).unflatten(-3, (l, cell_h))
         cells = cells.movedim((-4, -2), (-5, -4)).flatten(-6, -4)  # [..., n·l², ch, cell_h, cell_w]
-        return down @ cells @ right
+        images = down @ cells @ right
+        return images if self.upsample == "bilinear" else images.clamp(0, 1)
 
     def enlarge(self, h: int, w: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
         """([h, cell_h], [cell_w, w]): what a cell is multiplied by, from the left and from the right."""
         cell_h, cell_w = -(-h // self.factor), -(-w // self.factor)
-        return bilinear_matrix(h, cell_h, device), bilinear_matrix(w, cell_w, device).mT
+        matrix = UPSAMPLERS[self.upsample]
+        return matrix(h, cell_h, device), matrix(w, cell_w, device).mT
 
     def encode(self, images: Tensor) -> Tensor:
         """[..., n·l², ch, h, w] → [..., n, ch, h, w] stored: each cell a different image."""
@@ -86,6 +94,24 @@ def bilinear_matrix(target: int, source: int, device: torch.device | str = "cpu"
     place = (torch.arange(target, device=device, dtype=torch.float64) + 0.5) * source / target - 0.5
     distance = place.clamp(0, source - 1)[:, None] - torch.arange(source, device=device)
     return (1 - distance.abs()).clamp(min=0).float()
+
+
+def bicubic_matrix(target: int, source: int, device: torch.device | str = "cpu") -> Tensor:
+    """[target, source]: bicubic resizing of one axis (Keys' kernel, a = −¾; half-pixel centres, edges repeated)."""
+    place = (torch.arange(target, dtype=torch.float64) + 0.5) * source / target - 0.5
+    tap = torch.floor(place)[:, None] + torch.arange(-1, 3)  # [target, 4]
+    d, a = (place[:, None] - tap).abs(), -0.75
+    near = ((a + 2) * d - (a + 3)) * d * d + 1
+    far = ((a * d - 5 * a) * d + 8 * a) * d - 4 * a
+    matrix = torch.zeros(target, source, dtype=torch.float64)
+    matrix.scatter_add_(1, tap.long().clamp(0, source - 1), torch.where(d <= 1, near, far))
+    return matrix.float().to(device)
+
+
+UPSAMPLERS: dict[str, Callable[[int, int, torch.device | str], Tensor]] = {
+    "bilinear": bilinear_matrix,
+    "bicubic": bicubic_matrix,
+}
 
 
 class Synthetic(nn.Module):

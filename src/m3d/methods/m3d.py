@@ -52,6 +52,7 @@ def m3d(
     lr: float | None = None,
     momentum: float = 0.5,
     factor: int | None = None,
+    upsample: str = "bilinear",
     kernel: str = "gaussian",
     ipm: int = 5,
     batch_real: int = 128,
@@ -68,7 +69,7 @@ def m3d(
         lr = chosen.rate * size_rate(task.shape) * task.ipc
     return Method(
         init=make_init(init),
-        tiles=Tiles(default_factor(task.shape) if factor is None else factor),
+        tiles=Tiles(default_factor(task.shape) if factor is None else factor, upsample=upsample),
         matching=Matching(
             steps=steps,
             pool=Fresh(every=ipm),

@@ -54,6 +54,7 @@ def plus(
     decay: float = 1.0,
     average_from: float = 0.8,
     factor: int | None = None,
+    upsample: str = "bilinear",
     kernel: str = "gaussian",
     layers: int = 0,
     layer_weight: float = 1.0,
@@ -84,7 +85,7 @@ def plus(
     recipe = encoder_recipe(encoder_epochs, batch, encoder_lr)
     return Method(
         init=make_init(init),
-        tiles=Tiles(_factor(task.shape, found) if factor is None else factor),
+        tiles=Tiles(_factor(task.shape, found) if factor is None else factor, upsample=upsample),
         matching=Matching(
             steps=steps,
             pool=Pretrained(recipe, encoders, mix_low, mix_high, ipm, round(ce_ramp * steps)),
