@@ -18,6 +18,7 @@ from m3d.reproduce.cost import EVALUATION_SECONDS, START_SECONDS, STEP_BYTES, es
 from m3d.reproduce.plans import ALIASES, PLANS, find
 
 NAMES = {
+    "beyond",
     "methods",
     "moments",
     "lowres",
@@ -30,8 +31,8 @@ NAMES = {
     "kernel",
     "images",
 }
-CELLS = {"lowres": 307, "moments": 5, "imagenet": 24, "cross-arch": 18, "compat": 8, "motivation": 4, "steps": 24}
-CELLS |= {"methods": 52, "ipm": 7, "kernel": 15, "images": 36}
+CELLS = {"lowres": 307, "moments": 5, "imagenet": 24, "cross-arch": 24, "compat": 8, "motivation": 4, "steps": 24}
+CELLS |= {"methods": 64, "beyond": 79, "ipm": 7, "kernel": 15, "images": 36}
 
 
 def run(capsys, *arguments) -> tuple[int, str, str]:
@@ -179,7 +180,7 @@ def test_sets_are_shared_by_what_decides_them():
     assert set_digest(source, Overrides(steps=99_999)) == set_digest(source, Overrides())  # at most: changes nothing
     assert set_digest(source, Overrides(precision="fp32")) != set_digest(source, Overrides())
     with_m3d = {name for name, plan in PLANS.items() for c in plan.cells if source in c.sources}
-    assert with_m3d == {"lowres", "methods", "moments", "kernel", "ipm", "steps", "images", "cross-arch"}
+    assert with_m3d == {"lowres", "methods", "beyond", "moments", "kernel", "ipm", "steps", "images", "cross-arch"}
 
 
 def test_overrides_are_at_most_and_named():

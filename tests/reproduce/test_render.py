@@ -27,7 +27,7 @@ from m3d.reproduce.render import render
 from m3d.reproduce.toy import compare
 from m3d.store import CondensedSet
 
-FIGURES = {"steps": [""], "ipm": [""], "kernel": [""], "motivation": [""]}
+FIGURES = {"methods": ["-ipc1", "-ipc10"], "steps": [""], "ipm": [""], "kernel": [""], "motivation": [""]}
 FIGURES["images"] = ["-cifar10", "-svhn", "-fashion-mnist", "-mnist", "-cifar100", "-imagenet10"]
 
 
@@ -200,3 +200,29 @@ def test_a_plan_must_not_have_the_same_cell_twice():
     plan = PLANS["ipm"]
     with pytest.raises(M3DError, match="the same key"):
         replace(plan, cells=(plan.cells[0], plan.cells[0]))
+
+
+def test_a_number_that_stands_in_several_tables_is_measured_once(tmp_path):
+    """M3D's cells of ``lowres`` are those of ``beyond``; making them again drops them everywhere."""
+    first, second = (Records(tmp_path, PLANS["lowres"], Overrides()) for _ in range(2))
+    shared = [cell for cell in PLANS["beyond"].cells if cell.column == "M3D"]
+    mine = [cell for cell in PLANS["lowres"].cells if cell.column == "M3D"]
+    assert len(shared) == len(mine) == 17
+    for cell in mine:
+        first.journal.add(cell, invented(cell))
+    other = Records(tmp_path, PLANS["beyond"], Overrides())
+    assert all(other.of(cell) is not None for cell in shared)
+    assert other.of(PLANS["beyond"].cells[0]) is None
+    place = other.place("cifar10/10", "M3D", "accuracy")
+    assert place is not None and place.seeds == 3 and place == first.place("cifar10/10", "M3D", "accuracy")
+    other.journal.forget(shared[:1])
+    assert other.of(shared[0]) is None and second.of(mine[0]) is None
+    left = Records(tmp_path, PLANS["lowres"], Overrides())
+    assert sum(left.of(cell) is None for cell in mine) == 1 and len(left.file.read_text().splitlines()) == 16
+
+
+def test_memory_and_time_have_columns_of_their_own(everything):
+    text = (everything / "beyond.md").read_text()
+    assert "| M3D+, s |" in text.replace("IPC | M3D+, s", "| M3D+, s") and "## Time" in text
+    row = next(line for line in text.partition("## Time")[2].splitlines() if line.startswith("| CIFAR-10 | 10 |"))
+    assert "40.0" in row and "63.5" not in row  # invented seconds, no published accuracy beside them

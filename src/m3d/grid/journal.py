@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -16,22 +16,13 @@ Record = Mapping[str, Any]
 
 
 class Journal:
-    """The records of the grid called ``name``, found by what identifies their cells."""
+    """The records of the grid called ``name``, found by what identifies their cells; other files ``beside`` its own may
+    hold some of them too."""
 
-    def __init__(self, file: Path, name: str, overrides: Overrides):
+    def __init__(self, file: Path, name: str, overrides: Overrides, beside: Iterable[Path] = ()):
         self.file, self.name, self.overrides = file, name, overrides
-        self._by_digest = {record["digest"]: record for record in self._read()}
-
-    def _read(self) -> list[dict[str, Any]]:
-        if not self.file.exists():
-            return []
-        try:
-            found = [json.loads(line) for line in self.file.read_text(encoding="utf-8").splitlines()]
-        except (OSError, ValueError) as error:
-            raise M3DError(f"{str(self.file)!r} is damaged: {error}") from error
-        if not all(isinstance(record, dict) and "digest" in record for record in found):
-            raise M3DError(f"{str(self.file)!r} holds a line that is no record of a cell")
-        return found
+        self._files = [*sorted(set(beside) - {file}), file]
+        self._by_digest = {record["digest"]: record for f in self._files for record in _read(f)}  # its own count most
 
     def of(self, cell: Cell) -> Record | None:
         """The record of a finished cell; None for one that is not."""
@@ -53,12 +44,25 @@ class Journal:
         from m3d.files import write_bytes
 
         dropped = {cell_digest(cell, self.overrides) for cell in cells} & set(self._by_digest)
-        if not dropped:
-            return
-        kept = [record for record in self._read() if record["digest"] not in dropped]
-        write_bytes(self.file, "".join(json.dumps(record) + "\n" for record in kept).encode())
+        for file in self._files if dropped else ():
+            found = _read(file)
+            kept = [record for record in found if record["digest"] not in dropped]
+            if len(kept) < len(found):
+                write_bytes(file, "".join(json.dumps(record) + "\n" for record in kept).encode())
         for digest in dropped:
             del self._by_digest[digest]
+
+
+def _read(file: Path) -> list[dict[str, Any]]:
+    if not file.exists():
+        return []
+    try:
+        found = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    except (OSError, ValueError) as error:
+        raise M3DError(f"{str(file)!r} is damaged: {error}") from error
+    if not all(isinstance(record, dict) and "digest" in record for record in found):
+        raise M3DError(f"{str(file)!r} holds a line that is no record of a cell")
+    return found
 
 
 def lock(folder: Path) -> AbstractContextManager[None]:

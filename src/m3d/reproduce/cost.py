@@ -4,8 +4,8 @@ Measured on one H200 at CIFAR-10, IPC 10 (LAB.md): a step of M3D, 1.5 ms and 0.7
 10 classes forward and 40 synthetic ones forward and back; the evaluation trains 10 networks for 1,000 epochs on 400
 images in 10 s. Everything is taken to grow with classes × images × pixels, where an image that is also sent back counts
 three times. Memory is that of all classes at once; where it is short, a step takes fewer at a time. What has not been
-measured (other networks, methods that train networks between steps) is a guess, and
-marked so below; the time left that a run shows corrects itself by what its own cells took.
+measured (other networks, methods that train networks between steps) is a guess, and marked so below; the time left that
+a run shows corrects itself by what its own cells took.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ _LEAST = 0.2  # of a measured step or epoch: what small work takes however small
 
 # A network's cost per pixel in units of ConvNet-3's. Guesses from their arithmetic and number of layers.
 _NETS = {"resnet10": 4.0, "densenet121": 12.0, "resnetap10": 0.7}
-# A step's cost in units of M3D's for as many images. DM's was measured: it draws a new encoder every step. The others
-# are guesses: gradient matching differentiates twice and trains networks in between.
+# A step's cost in units of M3D's for as many images. DM's was measured, and M3D+'s in whole runs: they draw a new
+# encoder every step, and M3D+ shows the synthetic images to a second one. The others are guesses: gradient matching
+# differentiates twice and trains networks in between.
 _METHODS = {
     "dm": 1.5,
     "dc": 8.0,
@@ -37,8 +38,10 @@ _METHODS = {
     "cafe": 4.0,
     "cafe-dsa": 4.0,
     "mtt": 20.0,
+    "m3d+": 1.4,
+    "ncfm": 2.5,
 }
-_REAL = {"m3d": 128, "idc": 64, "idc-i": 64}  # real images per class and step; others 256
+_REAL = {"m3d": 128, "m3d+": 128, "dance": 128, "idc": 64, "idc-i": 64}  # real images per class and step; others 256
 _EPOCHS = {
     "paper": 1000,
     "dsa": 1000,
@@ -114,9 +117,11 @@ def factor(source: Source) -> int:
     given = dict(source.options).get("factor")
     if given is not None:
         return int(given)
-    if source.method not in ("m3d", "idc", "idm"):
+    if source.method not in ("m3d", "m3d+", "dance", "ncfm", "idc", "idm"):
         return 1
-    return 3 if FACTS[source.data].shape[1] >= 128 else 2
+    if FACTS[source.data].shape[1] >= 128:
+        return 3
+    return 4 if (source.method, source.ipc) == ("m3d+", 1) else 2
 
 
 def _pixels(facts: Facts) -> int:

@@ -44,6 +44,78 @@ def steps(records: Records) -> dict[str, Figure]:
     return {"": figure}
 
 
+def methods(records: Records) -> dict[str, Figure]:
+    """Accuracy under one protocol against seconds of condensing; what takes none is a line across."""
+    figures = {}
+    for ipc in (10, 1):
+        cells = f"{ipc}, paper"
+        rows = [row.key for row in records.plan.tables[0].rows if records.place(row.key, cells, "accuracy")]
+        found = {key: records.place(key, cells, "accuracy") for key in rows}
+        if found:
+            seconds = {key: records.place(key, cells, "seconds") for key in found}
+            figures[f"-ipc{ipc}"] = _against_time(found, seconds, f"CIFAR-10, {ipc} per class")
+    return figures
+
+
+def _against_time(found: dict[str, Place | None], seconds: dict[str, Place | None], title: str) -> Figure:
+    figure, axes = _figure(2.6)
+    points: dict[str, tuple[float, float]] = {}
+    for key, place in found.items():
+        time, accuracy = seconds[key], place.mean if place else None
+        if accuracy is None:
+            continue
+        if time is None or time.mean is None:
+            _across(axes, key, accuracy)
+            continue
+        spread = place.sd if place and place.sd else 0.0
+        colour, marker = (_BLUE, "o") if key.startswith("M3D") else (_ORANGE, "s")
+        axes.errorbar(time.mean, accuracy, spread, color=colour, marker=marker, **_line_settings())
+        points[key] = time.mean, accuracy
+    axes.set_xscale("log")
+    marks = [m * 10**k for k in range(6) for m in (1, 2, 5)]
+    axes.set_xticks(marks, [f"{m:,}" for m in marks])
+    axes.minorticks_off()
+    times = [x for x, _ in points.values()] or [1.0]
+    axes.set_xlim(min(times) / 1.5, max(times) * 1.9)
+    axes.margins(y=0.08)
+    axes.set_xlabel("condensing, s", fontsize=_FONT)
+    axes.set_ylabel("test accuracy, %", fontsize=_FONT)
+    axes.set_title(title, fontsize=_FONT)
+    _name(figure, axes, points)
+    return figure
+
+
+def _across(axes: Axes, name: str, accuracy: float) -> None:
+    axes.axhline(accuracy, color="#999999", linewidth=0.7, linestyle=":")
+    where: Any = ("axes fraction", "data")
+    axes.annotate(name, (1, accuracy), xycoords=where, ha="right", va="bottom", fontsize=_FONT - 1.5)
+
+
+def _name(figure: Figure, axes: Axes, points: dict[str, tuple[float, float]]) -> None:
+    """A name beside each point: on the side where it lies on the fewest other points and names."""
+    figure.draw_without_rendering()  # settles the layout, so that places on the page are known
+    page = {name: axes.transData.transform(p) * 72 / figure.dpi for name, p in points.items()}  # in points
+    taken = [(x - 3, y - 3, x + 3, y + 3) for x, y in page.values()]
+    for name, (x, y) in page.items():
+        width, height = 0.62 * (_FONT - 1) * len(name), _FONT - 1.0
+        sides = {
+            (5, 0, "left", "center"): (x + 4, y - height / 2),
+            (-5, 0, "right", "center"): (x - 5 - width, y - height / 2),
+            (0, 4, "center", "bottom"): (x - width / 2, y + 4),
+            (0, -4, "center", "top"): (x - width / 2, y - 4 - height),
+        }
+        boxes = {side: (left, low, left + width, low + height) for side, (left, low) in sides.items()}
+        best = min(boxes, key=lambda side: sum(_overlap(boxes[side], other) for other in taken))
+        taken.append(boxes[best])
+        dx, dy, across, along = best
+        axes.annotate(name, points[name], (dx, dy), textcoords="offset points", ha=across, va=along, fontsize=_FONT - 1)
+
+
+def _overlap(a: tuple[float, ...], b: tuple[float, ...]) -> float:
+    """The area that two boxes (left, low, right, high) share."""
+    return max(0.0, min(a[2], b[2]) - max(a[0], b[0])) * max(0.0, min(a[3], b[3]) - max(a[1], b[1]))
+
+
 def ipm(records: Records) -> dict[str, Figure]:
     """Accuracy (left) and seconds (right) against iterations per model."""
     (table,) = records.plan.tables
@@ -233,6 +305,7 @@ def _bar_settings(kernel: str) -> dict[str, Any]:
 
 
 FIGURES: dict[str, Callable[[Records], dict[str, Figure]]] = {
+    "methods": methods,
     "steps": steps,
     "ipm": ipm,
     "kernel": kernel,

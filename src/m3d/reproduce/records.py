@@ -30,7 +30,8 @@ class Records:
     def __init__(self, out: Path, plan: Plan, overrides: Overrides):
         self.plan, self.overrides = plan, overrides
         self.folder = out / overrides.folder if overrides.folder else out
-        self.journal = Journal(self.folder / f"{plan.name}.jsonl", plan.name, overrides)
+        # A number that stands in several tables is measured once, whichever of them was made first.
+        self.journal = Journal(self.folder / f"{plan.name}.jsonl", plan.name, overrides, self.folder.glob("*.jsonl"))
 
     @property
     def file(self) -> Path:
@@ -79,6 +80,11 @@ def _condensing(unit: float) -> Callable[[Record, str], Place | None]:
     return seconds
 
 
+def _memory(record: Record, which: str) -> Place | None:
+    peaks = [part.get("peak_memory") or 0 for part in record.get("condensation", ())]
+    return Place(max(peaks) / 2**30) if any(peaks) else None
+
+
 def _distance(kind: str) -> Callable[[Record, str], Place | None]:
     def distance(record: Record, which: str) -> Place | None:
         return Place(record["moments"][kind][int(which) - 1]) if "moments" in record else None
@@ -94,6 +100,7 @@ _READERS: dict[str, Callable[[Record, str], Place | None]] = {
     "accuracy": _accuracy,
     "seconds": _condensing(1),
     "hours": _condensing(3600),
+    "memory": _memory,
     "distance": _distance("normalised"),
     "raw distance": _distance("raw"),
     "seen by": lambda record, which: Place(record["seen"][which]),
