@@ -47,8 +47,8 @@ def reproduce(
     name: Annotated[
         str,
         typer.Argument(
-            help="moments, lowres, methods, beyond, imagenet, cross-arch, compat, motivation, steps, ipm, kernel, images, "
-            "all; or the paper's number: table1 to table5, fig1 to fig11."
+            help="moments, lowres, methods, beyond, imagenet, cross-arch, compat, motivation, steps, ipm, kernel, "
+            "images, all; or the paper's number: table1 to table5, fig1 to fig11."
         ),
     ],
     cell: Annotated[
