@@ -6,7 +6,7 @@ from pathlib import Path
 import m3d
 
 ROOT = Path(m3d.__file__).parent
-LOW = {"m3d.errors", "m3d.limits", "m3d.lock", "m3d.version", "m3d.registry", "m3d.types", "m3d.rng"}
+LOW = {"m3d.errors", "m3d.limits", "m3d.lock", "m3d.version", "m3d.registry", "m3d.types", "m3d.rng", "m3d.wording"}
 
 # What a module (or package) may import of m3d, besides itself and LOW. Not listed: no rule.
 ALLOWED = {
@@ -14,6 +14,7 @@ ALLOWED = {
     "m3d.limits": set(),
     "m3d.lock": set(),
     "m3d.version": set(),
+    "m3d.wording": set(),
     "m3d.registry": {"m3d.errors"},
     "m3d.types": set(),
     "m3d.rng": set(),

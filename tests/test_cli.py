@@ -54,7 +54,7 @@ def test_condense_evaluate_show_export(capsys, finished, tmp_path):
     code, out, _ = run(
         capsys, "evaluate", finished, "--net", "convnet2:width=8", "--epochs", 2, "--repeats", 1, "--protocol", "dsa"
     )
-    assert code == 0 and "last epoch, n=1" in out and "best of epochs" in out
+    assert code == 0 and "last epoch, n=1" in out and "best of epochs" in out and "±" not in out
     assert len(RunFolder(finished).results()) == 2
     for arguments in ([], ["--decoded", "--out", tmp_path / "decoded.svg"], ["--history"]):
         code, out, _ = run(capsys, "show", finished, *arguments)
@@ -168,6 +168,22 @@ def test_validation_and_eager_compile_modes(capsys, tmp_path):
     assert code == 0 and json.loads(out)["data"]["split"] == "val"
 
 
+def test_the_best_set_on_held_out_data_is_named(capsys, tmp_path):
+    judged = ["--val-fraction", 0.2, "--eval-every", 1, "--out", tmp_path / "run"]
+    code, out, _ = run(capsys, "condense", "digits", *FAST, *judged)
+    scores = CondensedSet.load(tmp_path / "run").manifest["validation"]
+    assert code == 0 and f"{max(score for _, score in scores):.2f} %" in out and str(RunFolder.BEST) in out
+
+
+def test_a_run_keeps_the_defaults_it_began_with(tmp_path):
+    """A later version may have others; the run goes on under those of its beginning."""
+    import m3d
+
+    made = m3d.condense("digits", 1, out=tmp_path / "run", steps=2, batch_real=4, net="convnet2:width=8")
+    assert RunFolder(tmp_path / "run").request()["options"] == made.manifest["options"]
+    assert made.manifest["options"]["average_from"] == 0.8
+
+
 def test_default_folder_overwrite_and_resume(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert run(capsys, "condense", "digits", *FAST)[0] == 0
@@ -175,7 +191,8 @@ def test_default_folder_overwrite_and_resume(capsys, tmp_path, monkeypatch):
     assert folder.is_dir()
     assert "already holds a run" in fails(capsys, "condense", "digits", *FAST)
     assert run(capsys, "condense", "digits", *FAST, "--overwrite")[0] == 0
-    assert run(capsys, "condense", "--resume", folder)[0] == 0
+    code, out, _ = run(capsys, "condense", "--resume", folder)
+    assert code == 0 and "(had finished before)" in out and "10 classes × 1 image, " in out
     assert "data cannot be given beside it" in fails(capsys, "condense", "digits", "--resume", folder)
     assert "steps cannot be given beside it" in fails(capsys, "condense", "--resume", folder, "--steps", 9)
     assert "is not a run folder" in fails(capsys, "condense", "--resume", tmp_path)
@@ -209,7 +226,7 @@ def test_lists(capsys):
         ("datasets", "digits"),
     ):
         code, out, _ = run(capsys, "list", what)
-        assert code == 0 and expected in out
+        assert code == 0 and expected in out and "`" not in out
         code, out, _ = run(capsys, "list", what, "--json")
         assert code == 0 and expected in [row["name"] for row in json.loads(out)]
     code, out, _ = run(capsys, "list", "methods", "m3d")

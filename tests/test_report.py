@@ -85,3 +85,29 @@ def test_mistakes(runs, tmp_path):
     m3d.condense("digits", 1, "random", out=tmp_path / "fresh")
     with pytest.raises(M3DError, match="no result yet"):
         rows_of([tmp_path / "fresh"])
+    with pytest.raises(M3DError, match="no result yet"):
+        rows_of([tmp_path / "fresh", tmp_path])
+
+
+def test_folders_without_a_result_are_left_out_and_said(runs, tmp_path, caplog):
+    """``m3d compare runs/*`` after the demo: runs/demo is a folder of runs."""
+    assert rows_of([tmp_path, *runs]) == rows_of(runs)
+    assert [record.getMessage() for record in caplog.records] == [f"{str(tmp_path)!r} is left out: it holds no result"]
+    with pytest.raises(M3DError, match="'nowhere' does not exist"):
+        rows_of(["nowhere", *runs])
+
+
+def test_a_repeated_evaluation_stands_there_once_and_one_network_has_no_deviation(runs, tmp_path):
+    import shutil
+
+    from m3d.store import RunFolder
+
+    folder = RunFolder(shutil.copytree(runs[0], tmp_path / "run"))
+    record = folder.results()[0]
+    folder.add_result({**record, "seconds": 1e6})  # the same again on a slower day
+    folder.add_result({**record, "n": 1, "sd": 0.0, "best_sd": 0.0})
+    rows = rows_of([folder.path])
+    assert [row["n"] for row in rows] == [2, 1] and rows[1]["last"] == (record["accuracy"], None)
+    assert " ± " in table(rows[:1]) and " ± " not in table(rows[1:])
+    assert list(csv.DictReader(io.StringIO(table(rows, "csv"))))[1]["last_sd"] == ""
+    bar_chart(rows)

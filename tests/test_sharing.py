@@ -69,7 +69,7 @@ def test_training_that_is_stopped_goes_on_with_another_number_of_processes(tmp_p
     monkeypatch.setenv("M3D_CACHE", str(tmp_path / "whole"))
     whole = scenes.encoders(3, Ranks(), 4)
     monkeypatch.setenv("M3D_CACHE", str(tmp_path / "cache-0"))
-    with time_limit(0), pytest.raises(Interrupted, match="after 1 epochs"):
+    with time_limit(0), pytest.raises(Interrupted, match="after 1 epoch of"):
         scenes.encoders(3, Ranks(), 4)
     (told,) = together(2, tmp_path, "stop")
     assert [t["trained"] for t in told] == [[1], [2]]

@@ -157,7 +157,7 @@ def test_a_failed_cell_is_told_and_the_others_are_ranked(capsys, tiny_file, tmp_
     """A rate that diverges: exit code 2, and the table of what there is."""
     grid = ["--set", "lr=1,1000000", "--set", "steps=30", "--set", "batch_real=4", "--net", NET]
     code, out, err = call(capsys, "sweep", tiny_file, *grid, *QUICK, "--out", tmp_path)
-    assert code == 2 and "1 cells failed" in err and "diverges" in err and "Traceback" not in err
+    assert code == 2 and "1 cell failed" in err and "diverges" in err and "Traceback" not in err
     assert "m3d:batch_real=4,lr=1.0,steps=30" in out and [r["n"] for r in lines(tmp_path / "sweep.jsonl")] == [2]
 
 

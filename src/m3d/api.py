@@ -72,8 +72,9 @@ def condense(
     dataset = data if isinstance(data, Dataset) else load_data(data, **dict(load_options or {}))
     request["data"] = dict(dataset.recipe)
     run = prepare(request, dataset)
-    # what was left to choose is written down: a resumed run keeps it
+    # what was left to choose is written down: a resumed run keeps it, also in a version with other defaults
     request |= {"net": run.net, "device": str(run.runtime.device), "precision": run.runtime.precision}
+    request["options"] = dict(run.options)
     folder = RunFolder(out) if out is not None else None
     with run.together(), _claimed(folder, run.ranks, "m3d condense"):
         if folder is not None and run.ranks.leads and not (run.ranks.restarts and _same_run(folder, request)):

@@ -27,6 +27,7 @@ from m3d.runtime import Runtime, stop_politely
 from m3d.saver import Saver
 from m3d.store import CondensedSet, RunFolder
 from m3d.train import Images, Recipe, Trainer
+from m3d.wording import with_sd
 
 
 @dataclass(frozen=True)
@@ -187,7 +188,7 @@ class Result:
         }
 
     def __str__(self) -> str:
-        return f"{self.mean:.2f} ± {self.sd:.2f} % (last epoch, n={len(self.last)})"
+        return f"{with_sd(self.mean, self.sd, len(self.last))} % (last epoch, n={len(self.last)})"
 
 
 def evaluate(

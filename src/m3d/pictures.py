@@ -17,6 +17,7 @@ from m3d.errors import M3DError
 from m3d.files import write_bytes
 from m3d.limits import plain_file
 from m3d.store import CondensedSet, RunFolder
+from m3d.wording import counted
 
 FORMATS = ("png", "svg", "pdf")
 
@@ -116,7 +117,9 @@ def loss_curve(folder: RunFolder) -> Figure:
     axes.plot(table[:, 0], table[:, 1], color="#9ecae1", linewidth=0.6, label="each step")
     window = max(1, len(table) // 50)
     smooth = np.convolve(table[:, 1], np.ones(window) / window, mode="valid")
-    axes.plot(table[window - 1 :, 0], smooth, color="#08519c", linewidth=1.4, label=f"mean of {window} steps")
+    axes.plot(
+        table[window - 1 :, 0], smooth, color="#08519c", linewidth=1.4, label=f"mean of {counted(window, 'steps')}"
+    )
     axes.set_xlabel("step")
     axes.set_ylabel("loss, mean over classes")
     axes.legend(frameon=False)

@@ -53,7 +53,7 @@ class Entry(Generic[T]):
 
     @property
     def summary(self) -> str:
-        return (inspect.getdoc(self.build) or "").partition("\n")[0]
+        return (inspect.getdoc(self.build) or "").partition("\n")[0].replace("``", "")  # a terminal shows them
 
     def options(self) -> dict[str, Option]:
         hints = typing.get_type_hints(self.build)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from matplotlib.figure import Figure
 
 from m3d.errors import M3DError, unknown
 from m3d.store import CondensedSet, RunFolder
+
+log = logging.getLogger(__name__)
 
 COLUMNS = ("run", "method", "data", "ipc", "protocol", "net", "last", "best", "n", "steps", "seconds", "memory")
 # Shown only where some result has them. What was reached with soft labels never stands under ``last`` and ``best``.
@@ -23,22 +26,39 @@ _PAIRS |= {"lrs": "lrs_error", "ars": "ars_error"}  # a value and its spread, tw
 
 
 def rows_of(runs: Sequence[str | Path]) -> list[dict[str, Any]]:
-    """One row per evaluation of each run, with the cost of its condensation."""
-    rows = []
-    for run in runs:
-        folder = RunFolder(run)
-        condensed = CondensedSet.load(folder.path)
-        manifest, storage = condensed.manifest, condensed.storage
-        results = folder.results()
-        if not results:
-            raise M3DError(f"{str(folder.path)!r} has no result yet; make one with: m3d evaluate {folder.path}")
-        for record in results:
-            try:
-                rows.append(_row(folder.path.name, record, manifest, storage))
-            except (KeyError, TypeError, ValueError, AttributeError) as error:
-                raise M3DError(
-                    f"{str(folder / RunFolder.RESULTS)!r} holds a line that is no result record: {error}"
-                ) from error
+    """One row per evaluation of each run, with the cost of its condensation.
+
+    Of several folders (``runs/*``) those that hold no result are left out, and it is said; one at least must have some.
+    """
+    rows, empty = [], []
+    for folder in map(RunFolder, runs):
+        if folder.path.is_dir() and not (folder.finished and folder.results()):
+            empty.append(folder)
+        else:
+            rows += _rows(folder)
+    if not rows:
+        return _rows(empty[0])  # says what is missing
+    for folder in empty:
+        log.warning("%r is left out: it holds no result", str(folder.path))
+    return rows
+
+
+def _rows(folder: RunFolder) -> list[dict[str, Any]]:
+    """The results of one run; an evaluation that was repeated to the same end stands there once."""
+    condensed = CondensedSet.load(folder.path)
+    results = folder.results()
+    if not results:
+        raise M3DError(f"{str(folder.path)!r} has no result yet; make one with: m3d evaluate {folder.path}")
+    rows: list[dict[str, Any]] = []
+    for record in results:
+        try:
+            row = _row(folder.path.name, record, condensed.manifest, condensed.storage)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise M3DError(
+                f"{str(folder / RunFolder.RESULTS)!r} holds a line that is no result record: {error}"
+            ) from error
+        if row not in rows:
+            rows.append(row)
     return rows
 
 
@@ -47,8 +67,9 @@ def _row(
 ) -> dict[str, Any]:
     """One result of a run, with the cost of its condensation."""
     soft, ranking = record.get("labels", "hard") == "soft", record.get("ranking")
-    last = (float(record["accuracy"]), float(record["sd"]))
-    best = (float(record["best_of_checks"]), float(record["best_sd"]))
+    several = int(record["n"]) > 1  # one network has no deviation
+    last = (float(record["accuracy"]), float(record["sd"]) if several else None)
+    best = (float(record["best_of_checks"]), float(record["best_sd"]) if several else None)
     return {
         "run": name,
         "method": record["method"],
@@ -127,7 +148,7 @@ def _cell(value: Any, sign: str, form: str) -> str:
     if value is None:
         return "–" if form != "latex" else "--"
     if isinstance(value, tuple):
-        return f"{value[0]:.2f}{sign}{value[1]:.2f}"
+        return f"{value[0]:.2f}" + ("" if value[1] is None else f"{sign}{value[1]:.2f}")
     text = f"{value:.2f}" if isinstance(value, float) else str(value)
     return text.replace("_", r"\_").replace("&", r"\&") if form == "latex" else text.replace("|", "\\|")
 
@@ -142,7 +163,7 @@ def bar_chart(rows: Sequence[dict[str, Any]]) -> Figure:
     axes = figure.add_subplot()
     places = range(len(rows))
     shown = [row["last"] or row["soft_last"] for row in rows]
-    means, deviations = [pair[0] for pair in shown], [pair[1] for pair in shown]
+    means, deviations = [pair[0] for pair in shown], [pair[1] or 0.0 for pair in shown]
     colours = ["#4292c6" if row["last"] else "#fd8d3c" for row in rows]
     axes.barh(places, means, xerr=deviations, color=colours, height=0.6, error_kw={"elinewidth": 1, "capsize": 2})
     for place, mean, deviation in zip(places, means, deviations, strict=True):

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from m3d.errors import M3DError, unknown
 from m3d.version import __version__
+from m3d.wording import counted
 
 DEVICES = ("auto", "cpu", "cuda")
 PRECISIONS = ("auto", "fp16", "bf16", "tf32", "fp32")
@@ -109,7 +110,9 @@ class Runtime:
         """What a result record says of the machine."""
         gpu = self.device.type == "cuda"
         return {
-            "device": torch.cuda.get_device_name(self.device) if gpu else f"cpu, {torch.get_num_threads()} threads",
+            "device": torch.cuda.get_device_name(self.device)
+            if gpu
+            else f"cpu, {counted(torch.get_num_threads(), 'threads')}",
             "precision": self.precision,
             "deterministic": self.deterministic,
             "torch": torch.__version__,

@@ -16,6 +16,7 @@ from m3d.grid.cells import Cell, Overrides, Source, Value, short_name
 from m3d.grid.journal import Journal, Record
 from m3d.grid.telling import Telling, check_time_limit
 from m3d.grid.where import Where
+from m3d.wording import counted
 
 if TYPE_CHECKING:
     from m3d.data import Dataset
@@ -242,7 +243,7 @@ class Call:
         self._show(cells, journal)
         if summary.failed:
             cell, error = summary.failed[0]
-            raise M3DError(f"{len(summary.failed)} cells failed; {cell.key}: {error}")
+            raise M3DError(f"{counted(len(summary.failed), 'cells')} failed; {cell.key}: {error}")
 
     def _show(self, cells: dict[Setting, list[Cell]], journal: Journal) -> None:
         rows = rank(cells, journal)
@@ -250,7 +251,7 @@ class Call:
             how = {"data": self.sweep.data, "split": self.sweep.split, **dict(self.sweep.load)}
             typer.echo(json.dumps({**how, "records": str(journal.file), "ranking": rows}))
         elif rows:
-            n = f"{self.sweep.measured.repeats} networks per seed, last epoch"
+            n = f"{counted(self.sweep.measured.repeats, 'networks')} per seed, last epoch"
             typer.echo(f"\n{table(rows)}\nmean over seeds ± sd of seeds on {self._on()}; {n}. Records: {journal.file}")
 
     def _on(self) -> str:

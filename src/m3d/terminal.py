@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from m3d.errors import M3DError
+from m3d.wording import with_sd
 
 if TYPE_CHECKING:
     from m3d.engine import Progress
@@ -89,7 +90,7 @@ def ranking_lines(ranking: dict[str, Any]) -> list[str]:
         "random_plain": "random selections, no augmentation",
     }
     arms = ((text, ranking["accuracies"][name]) for name, text in names.items())
-    lines = [f"  {text:<36}{arm['accuracy']:>8.2f} ± {arm['sd']:.2f} % (n={arm['n']})" for text, arm in arms]
+    lines = [f"  {text:<39}{with_sd(arm['accuracy'], arm['sd'], arm['n'])} % (n={arm['n']})" for text, arm in arms]
     gaps = f"below the whole data {ranking['hlr']:.2f}, above random {ranking['ior']:.2f}"
     return [*lines, f"  points {gaps}, without augmentation {ranking['ior_plain']:.2f}"]
 

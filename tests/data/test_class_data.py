@@ -112,7 +112,7 @@ def test_split_follows_the_seed() -> None:
 def test_split_leaves_an_image_on_each_side_or_refuses() -> None:
     rest, held = numbered((2, 40)).split(0.1, seed=0)
     assert (rest.count.tolist(), held.count.tolist()) == ([1, 36], [1, 4])
-    with pytest.raises(M3DError, match="smallest class has 1 images"):
+    with pytest.raises(M3DError, match="smallest class has 1 image,"):
         numbered((1, 40)).split(0.1, seed=0)
 
 

@@ -193,7 +193,7 @@ def test_a_time_limit_between_cells(fast, tmp_path):
     with pytest.raises(Interrupted, match="stopped after 0 cells"):
         run(plan, plan.cells, Place(tmp_path), overrides, seconds=0.0)
     listener = Listener(done=lambda cell, record: signal.raise_signal(signal.SIGTERM))
-    with pytest.raises(Interrupted, match="stopped after 1 cells"):
+    with pytest.raises(Interrupted, match="stopped after 1 cell"):
         run(plan, plan.cells, Place(tmp_path), overrides, listener=listener)
     assert run(plan, plan.cells, Place(tmp_path), overrides).skipped == 1
 
@@ -203,7 +203,7 @@ def test_a_failing_cell_does_not_stop_the_others(capsys, fast, tmp_path):
     unknown = Cell("digits/1/later/seed0", "digits/1", "Later", (Source("digits", 1, "later", (("steps", 9),)),))
     PLANS["small"] = replace(plan, cells=(unknown, plan.cells[2]))
     code, _, err = call(capsys, "reproduce", "small", "--out", tmp_path, *options)
-    assert code == 2 and "unknown method 'later'" in err and "1 cells failed" in err and "Traceback" not in err
+    assert code == 2 and "unknown method 'later'" in err and "1 cell failed" in err and "Traceback" not in err
     assert [r["cell"] for r in lines(tmp_path / overrides.folder / "small.jsonl")] == [plan.cells[2].key]
 
 

@@ -33,6 +33,7 @@ from m3d.cli.options import (
 )
 from m3d.errors import Interrupted, M3DError
 from m3d.terminal import board, decode_bar, epoch_bar, progress_bar, ranking_lines
+from m3d.wording import counted, with_sd
 
 if TYPE_CHECKING:
     from m3d.engine import Progress
@@ -104,7 +105,10 @@ def condense(
     """Condense DATA to a few synthetic images per class."""
     if resume is not None:
         refuse_others(context, "--resume", {"resume", "as_json", "tensorboard"})
-        _condense(lambda api, report: api.resume(resume, report=report), resume, as_json, tensorboard)
+        from m3d.store import RunFolder
+
+        had_finished = RunFolder(resume).finished
+        _condense(lambda api, report: api.resume(resume, report=report), resume, as_json, tensorboard, had_finished)
         return
     if data is None:
         raise M3DError(
@@ -149,10 +153,15 @@ def condense(
 
 
 def _condense(
-    call: Callable[[Any, Callable[[Progress], None] | None], Any], folder: Path, as_json: bool, tensorboard: bool
+    call: Callable[[Any, Callable[[Progress], None] | None], Any],
+    folder: Path,
+    as_json: bool,
+    tensorboard: bool,
+    had_finished: bool = False,
 ) -> None:
     from m3d import api
     from m3d.shards import Ranks
+    from m3d.store import RunFolder
 
     leads = Ranks.from_environment().leads  # of several processes one speaks
     try:
@@ -171,10 +180,15 @@ def _condense(
     if as_json:
         typer.echo(json.dumps({"run": str(folder), "set": condensed.fingerprint, **manifest}))
         return
+    before = " (had finished before)" if had_finished else ""
     typer.echo(
-        f"{manifest['method']}: {len(condensed.class_names)} classes × {manifest['ipc']} images, "
-        f"{manifest['steps']} steps in {manifest.get('seconds', 0):.1f} s → {folder}"
+        f"{manifest['method']}: {len(condensed.class_names)} classes × {counted(manifest['ipc'], 'images')}, "
+        f"{counted(manifest['steps'], 'steps')} in {manifest.get('seconds', 0):.1f} s → {folder}{before}"
     )
+    if manifest.get("validation"):
+        step, accuracy = max(manifest["validation"], key=lambda judged: judged[1])
+        best = quote(str(folder / RunFolder.BEST))
+        typer.echo(f"best on the held-out part: {accuracy:.2f} % after {counted(step, 'steps')} → {best}")
     typer.echo(f"next: m3d show {quote(str(folder))}    m3d evaluate {quote(str(folder))}")
 
 
@@ -285,12 +299,13 @@ def evaluate(
 
 
 def _print_result(record: dict[str, Any], headline: str) -> None:
-    rules = f"{record['protocol']['name']}, {record['protocol']['epochs']} epochs"
+    rules = f"{record['protocol']['name']}, {counted(record['protocol']['epochs'], 'epochs')}"
     data = f"{record['data']['name']} ({record['data']['split']})"
     labels = "" if record["labels"] == "hard" else ", soft labels"
     typer.echo(f"{record['method']} on {data}, {record['net']}, protocol {rules}{labels}: {headline}")
-    best = f"{record['best_of_checks']:.2f} ± {record['best_sd']:.2f} %"
-    typer.echo(f"best of epochs {', '.join(record['checks'])}: {best}; {record['seconds']:.1f} s on {record['device']}")
+    best = with_sd(record["best_of_checks"], record["best_sd"], record["n"])
+    checks = f"best of {'epochs' if len(record['checks']) > 1 else 'epoch'} {', '.join(record['checks'])}"
+    typer.echo(f"{checks}: {best} %; {record['seconds']:.1f} s on {record['device']}")
     if "ranking" in record:
         typer.echo("\n".join(ranking_lines(record["ranking"])))
 

@@ -15,6 +15,7 @@ from m3d.cli.options import (
 )
 from m3d.errors import M3DError, unknown
 from m3d.terminal import progress_bar
+from m3d.wording import counted
 
 if TYPE_CHECKING:
     pass
@@ -130,5 +131,7 @@ def demo(
     typer.echo("")
     typer.echo(f"{'1 image per class of digits':<34}{'test accuracy':>16}{'seconds':>10}")
     for row in summary["rows"]:
-        typer.echo(f"{row['label']:<34}{row['accuracy']:>8.1f} ± {row['sd']:<4.1f}%{row['seconds']:>10.1f}")
-    typer.echo(f"\nmean ± sd of {repeats} networks, last epoch. Picture: {summary['picture']}")
+        sd = f"± {row['sd']:<4.1f}" if repeats > 1 else " " * 6
+        typer.echo(f"{row['label']:<34}{row['accuracy']:>8.1f} {sd}%{row['seconds']:>10.1f}")
+    spread = "mean ± sd" if repeats > 1 else "accuracy"
+    typer.echo(f"\n{spread} of {counted(repeats, 'networks')}, last epoch. Picture: {summary['picture']}")

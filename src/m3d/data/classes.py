@@ -15,6 +15,7 @@ from torch import Tensor
 from m3d import rng
 from m3d.errors import M3DError
 from m3d.normalise import Normalise, Zca
+from m3d.wording import counted
 
 _VALUES = 2**22  # looked at together: a wider copy of a whole dataset would not fit
 Statistics: TypeAlias = tuple[tuple[float, ...], tuple[float, ...]]  # mean and standard deviation of each channel
@@ -147,7 +148,8 @@ class ClassData:
         if bool((held >= self.count).any()):
             least = int(self.count.min())
             raise M3DError(
-                f"val_fraction={fraction}: the smallest class has {least} images, too few to hold out a part"
+                f"val_fraction={fraction}: the smallest class has {counted(least, 'images')}, "
+                "too few to hold out a part"
             )
         keep, away = [], []
         for c in range(self.classes):

@@ -21,6 +21,7 @@ from m3d.reproduce.plans import find
 from m3d.reproduce.published import published
 from m3d.reproduce.records import Records, read
 from m3d.terminal import duration
+from m3d.wording import counted
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,9 @@ class Request:
             cost = "finished" if row["finished"] else f"{duration(row['seconds']):>8}  {row['memory'] / 2**30:6.1f} GiB"
             typer.echo(f"{row['plan'] + '  ' + row['cell']:<{width}}  {cost}")
         todo = [row for row in rows if not row["finished"]]
+        if not todo:
+            typer.echo(f"{counted(len(rows), 'cells')}, all finished" if len(rows) > 1 else "1 cell, finished")
+            return
         total, most = sum(r["seconds"] for r in todo), max((r["memory"] for r in todo), default=0)
         typer.echo(
             f"{len(todo)} of {len(rows)} cells to run: about {duration(total)} and at most {most / 2**30:.1f} GiB on "
@@ -89,7 +93,7 @@ class Request:
                 failures += self._make(plan, cells, place, again=again, seconds=left, hands=hands)
         if failures:
             cell, error = failures[0]
-            raise M3DError(f"{len(failures)} cells failed; {cell.key}: {error}")
+            raise M3DError(f"{counted(len(failures), 'cells')} failed; {cell.key}: {error}")
 
     def _make(self, plan: Plan, cells: list[Cell], place: Any, **settings: Any) -> list[tuple[Cell, M3DError]]:
         """Make a plan's missing cells and show it; returns those that failed."""
@@ -119,7 +123,7 @@ class Request:
         kept = [(plan, cells) for plan, cells in chosen if cells]
         if not kept:
             keys = {c.key.rpartition("/seed")[0] or c.key for plan, _ in chosen for c in plan.cells}
-            raise unknown("cell", str(self.cell), keys)
+            raise unknown("cell", str(self.cell), keys, f"'m3d reproduce {self.name} --dry-run'")
         return kept
 
     def _render_if_any(self, plan: Plan) -> list[Path]:
