@@ -318,8 +318,8 @@ class _Run:
             self._restore(tensors, state)
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise M3DError(
-                f"{str(self.watch.folder and self.watch.folder.path)!r}: the checkpoint is of another run, or of another "
-                f"version of m3d: {error}"
+                f"{str(self.watch.folder and self.watch.folder.path)!r}: the checkpoint is of another run, or of "
+                f"another version of m3d: {error}"
             ) from error
 
     def _restore(self, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
