@@ -252,6 +252,7 @@ def test_the_papers_settings_are_the_defaults():
         assert (m.steps, m.pool.every, m.batch_real, m.batch_syn_max) == (10_000, 5, 128, 200)
         assert m.player == Descent(lr=float(ipc), momentum=0.5) and str(m.augment) == "color+crop+cutout"
         assert method.tiles == Tiles(2) and isinstance(m.objective.kernel, Gaussian) and not m.standardised
+        assert m.average_from == 0.8  # ours: the paper's text keeps the last images
         assert m.objective.kernel.multiples == (0.25, 0.5, 1.0, 2.0, 4.0) and isinstance(method.init, RandomReal)
     shapes = {(3, 224, 224): (3, 10.0), (1, 28, 28): (2, 10.0), (1, 8, 8): (1, 10 / 64)}
     for shape, (factor, lr) in shapes.items():

@@ -131,6 +131,22 @@ def test_values_out_of_range_are_refused(condensed, tmp_path):
         CondensedSet.load(path)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"factor": 99}, "factor=99"),
+        ({"factor": 7}, "factor=7 leaves cells"),
+        ({"upsample": "cubic"}, "unknown upsample"),
+    ],
+)
+def test_a_decoder_that_cannot_be_is_refused_by_the_file_s_name(condensed, tmp_path, change, message):
+    path = tmp_path / "set.safetensors"
+    condensed.save(path)
+    rewrite(path, change_manifest=lambda manifest: manifest.update(change))
+    with pytest.raises(M3DError, match=rf"set\.safetensors.*{message}"):
+        CondensedSet.load(path)
+
+
 def test_files_without_a_manifest_are_refused(tmp_path):
     path = tmp_path / "other.safetensors"
     path.write_bytes(serialise({"images": torch.zeros(1)}))

@@ -153,7 +153,10 @@ class CondensedSet:
                 f"expected float32 [{n}, channels, height, width]"
             )
         channels, height, width = self.images.shape[1:]
-        self.tiles.require((channels, height, width))
+        try:
+            self.tiles.require((channels, height, width))
+        except M3DError as error:
+            raise M3DError(f"{str(file)!r}: {error}") from error
         if {len(self.manifest["mean"]), len(self.manifest["std"])} != {channels}:
             raise M3DError(f"{str(file)!r}: mean and std must have {channels} values, one per channel")
         if not n or not self.images.numel():
