@@ -480,6 +480,29 @@ def test_validation_keeps_the_best_set_beside_the_last(tmp_path):
     assert best.fingerprint != condensed.fingerprint
 
 
+def test_sets_are_kept_on_the_way(tmp_path):
+    from toys import make_dataset
+
+    data, folder = make_dataset(per_class=20), RunFolder(tmp_path / "run")
+    settings = {"net": NET, "batch_real": 4, "lr": 0.05, "average_from": 1.0}
+    whole = m3d.condense(data, 1, out=folder.path, steps=20, keep_every=8, **settings)
+    assert sorted(p.name for p in folder.path.glob("step-*")) == ["step-16.safetensors", "step-8.safetensors"]
+    for step in (8, 16):
+        kept, short = m3d.CondensedSet.load(folder.kept(step)), m3d.condense(data, 1, steps=step, **settings)
+        assert kept.fingerprint == short.fingerprint != whole.fingerprint
+        assert kept.manifest["steps"] == step and 0 < kept.manifest["seconds"] < whole.manifest["seconds"]
+    m3d.condense(data, 1, out=folder.path, steps=2, overwrite=True, **settings)
+    assert not list(folder.path.glob("step-*"))
+
+
+def test_a_set_half_kept_by_a_killed_run_is_swept(tmp_path):
+    from toys import make_dataset
+
+    (tmp_path / ".step-8.safetensors.abcdefgh").write_bytes(b"half")
+    m3d.condense(make_dataset(), 1, net=NET, out=tmp_path, steps=1, batch_real=4, lr=0.05)
+    assert not list(tmp_path.glob(".step-*"))
+
+
 def test_a_step_is_judged_once_whether_or_not_the_run_stops_there(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr("m3d.engine._REPORT_SECONDS", 0.0)
     folder, asked, judged = RunFolder(tmp_path), [], []

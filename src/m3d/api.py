@@ -41,6 +41,7 @@ def condense(
     checkpoint_seconds: float = 60.0,
     subtasks: int = 1,
     classes_at_once: int | None = None,
+    keep_every: int = 0,
     eval_every: int = 0,
     eval_options: Mapping[str, Any] | None = None,
     load_options: Mapping[str, Any] | None = None,
@@ -50,7 +51,8 @@ def condense(
     """Condense ``data`` to ``ipc`` images per class; ``options`` are the method's own (``m3d list methods NAME``).
 
     Without ``net`` images are matched through the method's own network. With ``out`` the run is kept in that folder:
-    checkpoints, history, and the condensed set at the end. Started by ``torchrun``, several processes share the
+    checkpoints, history, and the condensed set at the end; with ``keep_every`` also the set as it was every so many
+    steps. Started by ``torchrun``, several processes share the
     classes; with ``subtasks`` groups of classes are condensed one after the other.
     """
     request: dict[str, Any] = {
@@ -66,6 +68,7 @@ def condense(
         "checkpoint_seconds": checkpoint_seconds,
         "subtasks": subtasks,
         "classes_at_once": classes_at_once,
+        "keep_every": keep_every,
         "eval_every": eval_every,
         "eval_options": dict(eval_options or {}),
     }

@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,6 +39,15 @@ class Progress:
     validation: tuple[int, float] | None = None  # latest measurement on held-out data: (step, accuracy)
 
 
+class Snapshot(NamedTuple):
+    """The images in the middle of a run."""
+
+    pixels: Tensor  # [C, ipc, ch, h, w] in [0, 1], CPU
+    step: int
+    seconds: float  # spent so far
+    learned: dict[str, float]  # numbers learned beside the pixels
+
+
 @dataclass
 class Watch:
     """What happens beside the loop. Every part is optional."""
@@ -48,6 +57,8 @@ class Watch:
     checkpoint_seconds: float = 60.0
     judge: Callable[[Tensor, int], float] | None = None  # (pixels, step) -> validation accuracy
     judge_every: int = 0
+    keep: Callable[[Snapshot], None] | None = None
+    keep_every: int = 0
     keep_end: bool = False  # whether the last step is checkpointed too, so that a finished part need not be made again
 
 
@@ -140,6 +151,7 @@ class _Run:
                 # What one process has a reason to do, all do, at the same step.
                 if agreed(self._flush_due()):
                     self._flush()
+                self._keep_if_due()
                 self._judge_if_due()
                 if agreed(stopping.is_set()):
                     self._flush()
@@ -191,7 +203,8 @@ class _Run:
         now, ranks = time.perf_counter(), self.shard.ranks
         (slowest,) = ranks.most((now - self._last_meeting) / max(1, self.step - self._met))
         ahead = 1 if ranks.alone else int(min(BLOCK, max(1.0, _REPORT_SECONDS / max(slowest, 1e-9))))
-        due = [self.step - self.step % every + every for every in (BLOCK, self.watch.judge_every) if every]
+        rhythms = (BLOCK, self.watch.judge_every, self.watch.keep_every)
+        due = [self.step - self.step % every + every for every in rhythms if every]
         self._next_meeting = min(self.step + ahead, *due, self.matching.steps)
         self._last_meeting, self._met = now, self.step
 
@@ -254,6 +267,15 @@ class _Run:
     def _pixels(self) -> Tensor:
         """A copy on the CPU: what is judged or returned must not change with the next step."""
         return self.shard.whole(self.state.result(self.step)).to("cpu", copy=True).clamp_(0, 1)
+
+    def _keep_if_due(self) -> None:
+        """Hand the images of this step to who keeps them. After a kill a step may come twice, with the same images."""
+        every, keep = self.watch.keep_every, self.watch.keep
+        if keep is None or not every or self.step % every or self.step == self.matching.steps:
+            return
+        pixels = self._pixels()
+        if self.shard.ranks.leads:
+            keep(Snapshot(pixels, self.step, self.seconds, self.state.learned_numbers()))
 
     def _judge_if_due(self) -> None:
         every, judge = self.watch.judge_every, self.watch.judge

@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from m3d.data import Dataset
-from m3d.engine import Outcome, Progress, Watch
+from m3d.engine import Outcome, Progress, Snapshot, Watch
 from m3d.engine import condense as run_engine
 from m3d.errors import M3DError
 from m3d.evaluation import evaluate as evaluate_set
@@ -69,9 +70,11 @@ class Prepared:
         """What happens beside the loop of sub-task ``number``; a run that is not split is its own only one."""
         parts = len(self.shards)
         report = report if self.ranks.leads else None
-        every, judge_every = self.request["checkpoint_seconds"], self.request["eval_every"]
+        every = self.request["checkpoint_seconds"]
         if parts == 1:
-            return Watch(report, folder, every, self._judge, judge_every)
+            judged, kept = self.request["eval_every"], self.request.get("keep_every", 0)
+            keep = None if folder is None else partial(self._keep_step, folder)
+            return Watch(report, folder, every, self._judge, judged, keep, kept)
 
         def counted(progress: Progress) -> None:
             assert report is not None
@@ -80,6 +83,11 @@ class Prepared:
 
         own = None if folder is None else folder.subtask(number, parts)
         return Watch(None if report is None else counted, own, every, keep_end=True)
+
+    def _keep_step(self, folder: RunFolder, now: Snapshot) -> None:
+        """The set as it is in the middle of the run."""
+        kept = self._set(now.pixels, None, now.step, now.learned)
+        replace(kept, manifest={**kept.manifest, "seconds": round(now.seconds, 3)}).save(folder.kept(now.step))
 
     def _keep(self, folder: RunFolder | None, result: CondensedSet, outcome: Outcome) -> None:
         """Write down what a finished run leaves, then remove what it no longer needs."""
@@ -150,6 +158,8 @@ def prepare(request: Mapping[str, Any], data: Dataset) -> Prepared:
         raise M3DError(f"checkpoint_seconds={request['checkpoint_seconds']} is not valid; allowed: a positive number")
     if request["eval_every"] < 0:
         raise M3DError(f"eval_every={request['eval_every']} is not valid; allowed: 0 (never) and more")
+    if request.get("keep_every", 0) < 0:
+        raise M3DError(f"keep_every={request['keep_every']} is not valid; allowed: 0 (never) and more")
     if request["eval_every"] and data.val is None:
         raise M3DError("eval_every needs held-out data: give a val_fraction between 0 and 1 (--val-fraction 0.1)")
     task = Task(data.name, data.shape, data.classes, ipc, data.mirror, int(data.train.count.min()))
@@ -157,8 +167,9 @@ def prepare(request: Mapping[str, Any], data: Dataset) -> Prepared:
     runtime = Runtime.choose(request["device"], request["precision"], request["deterministic"], request["step_mode"])
     method.tiles.require(data.shape)
     method.init.require(data, ipc * method.tiles.cells)
-    if request["eval_every"] > method.steps:
-        raise M3DError(f"eval_every={request['eval_every']} is more than the {method.steps} steps of the run")
+    for name in ("eval_every", "keep_every"):
+        if request.get(name, 0) > method.steps:
+            raise M3DError(f"{name}={request[name]} is more than the {method.steps} steps of the run")
     _check_counts(request, data)
     prepared = Prepared(request, data, method, options, runtime)
     net = FlatNet(make_net(prepared.net, data.shape, data.classes))
@@ -172,10 +183,9 @@ def _check_counts(request: Mapping[str, Any], data: Dataset) -> None:
         raise M3DError(f"subtasks={subtasks} is not valid; allowed: 1 to {data.classes}, the number of classes")
     if at_once is not None and at_once < 1:
         raise M3DError(f"classes_at_once={at_once} is not valid; allowed: 1 and more")
-    if subtasks > 1 and request["eval_every"]:
-        raise M3DError(
-            f"eval_every={request['eval_every']} with subtasks={subtasks}: a part of the classes cannot be evaluated"
-        )
+    for name, done in (("eval_every", "evaluated"), ("keep_every", "kept as a set")):
+        if subtasks > 1 and request.get(name, 0):
+            raise M3DError(f"{name}={request[name]} with subtasks={subtasks}: a part of the classes cannot be {done}")
 
 
 def _require_separable(prepared: Prepared, net: FlatNet) -> None:

@@ -36,7 +36,11 @@ _RECIPE: dict[str, tuple[type, ...]] = {
     "resident": (str,),
     "on_bad_image": (str,),
 }
-_MAY_BE_ABSENT: dict[str, tuple[type, ...]] = {"subtasks": (int,), "classes_at_once": (int, type(None))}
+_MAY_BE_ABSENT: dict[str, tuple[type, ...]] = {
+    "subtasks": (int,),
+    "classes_at_once": (int, type(None)),
+    "keep_every": (int,),
+}
 
 
 def checked_request(folder: RunFolder) -> dict[str, Any]:

@@ -232,6 +232,8 @@ class RunFolder:
             for name in (*self._KNOWN, self.RUN):
                 if name != self.RESULTS:  # who adds a result sweeps for itself, and may be at it now
                     sweep(self / name)
+            for leftover in self.path.glob(".step-*.safetensors.????????"):
+                leftover.unlink(missing_ok=True)
             yield
 
     def shed(self, work: str) -> None:
@@ -248,6 +250,10 @@ class RunFolder:
                     self.drop_checkpoints()
         except (M3DError, OSError) as error:
             log.warning("what the finished run in %r no longer needs stays there: %s", str(self.path), error)
+
+    def kept(self, step: int) -> Path:
+        """Where the set as it was after ``step`` steps is kept, if it is."""
+        return self / f"step-{step}.safetensors"
 
     def begin(self, request: Mapping[str, Any], overwrite: bool = False) -> None:
         """Begin a new run and write down what was asked."""
@@ -272,7 +278,8 @@ class RunFolder:
     def _clear(self) -> None:
         """Remove all that an earlier run left here, its pictures and exports too: they would not show the new set."""
         made = ("images.png", "loss.png", "condensed.npz", "condensed.pt")
-        for path in (*(self / name for name in (*self._KNOWN, *made)), *self.path.glob("evaluation-*")):
+        found = (path for pattern in ("evaluation-*", "step-*.safetensors") for path in self.path.glob(pattern))
+        for path in (*(self / name for name in (*self._KNOWN, *made)), *found):
             path.unlink(missing_ok=True)
         self.drop_checkpoints()
         shutil.rmtree(self / "imagefolder", ignore_errors=True)

@@ -65,8 +65,8 @@ OPTIONS = {
         "--ipc": number, "--method": name, "--lr": number, "--factor": number, "--kernel": name, "--objective": name,
         "--ipm": number, "--batch-real": number, "--set": setting, "--net": name, "--seed": number, "--out": text,
         "--overwrite": None, "--resume": text, "--val-fraction": number, "--eval-every": number, "--device": word,
-        "--precision": word, "--deterministic": None, "--step-mode": word, "--checkpoint-seconds": number,
-        "--steps": number, "--zca": None, "--json": None,
+        "--keep-every": number, "--precision": word, "--deterministic": None, "--step-mode": word,
+        "--checkpoint-seconds": number, "--steps": number, "--zca": None, "--json": None,
     },
     "evaluate": {
         "--full": text, "--data": text, "--net": name, "--nets": name, "--protocol": name, "--epochs": number,

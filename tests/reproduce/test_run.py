@@ -325,3 +325,19 @@ def test_json_prints_a_record_per_cell_whenever_it_was_made(capsys, tmp_path):
     printed = [call(capsys, *words, *more)[1] for more in ([], [], ["--render"])]
     keys = [sorted(json.loads(line)["cell"] for line in out.splitlines()) for out in printed]
     assert len(keys[0]) == 4 and keys == [keys[0]] * 3
+
+
+def test_a_set_is_measured_as_it_was_on_the_way(tmp_path, small_known):
+    source = replace(small_known.cells[0].sources[0], options=(("augment", "none"), ("batch_real", 8), ("steps", 8)))
+    cell = replace(small_known.cells[0], measures=("accuracy",), epochs=2, repeats=1)
+    end = replace(cell, key="end", sources=(replace(source, keep_every=2),))
+    cells = (end, *(replace(end, key=f"at {at}", at=at) for at in (2, 6)))
+    plan = replace(small_known, cells=cells)
+    for overrides, folder in ((Overrides(), "run"), (Overrides(steps=4), "short")):
+        run(plan, plan.cells, Place(tmp_path / folder), overrides)
+        records = Records(tmp_path / folder, plan, overrides)
+        steps = [records.of(c)["condensation"][0]["steps"] for c in cells]
+        assert steps == ([8, 2, 6] if folder == "run" else [4, 1, 3])  # at the same parts of a shorter way
+        assert len({records.of(c)["set"] for c in cells}) == 3
+        assert len(list((tmp_path / folder / "runs").iterdir())) == 1  # one run serves all
+    assert Records(tmp_path / "run", plan, Overrides()).of(replace(cell, sources=(source,))) is not None  # the same end

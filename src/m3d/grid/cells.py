@@ -15,7 +15,7 @@ Value = str | int | float | None
 RUNS = "runs"  # the folder of condensed sets below the output folder
 WHOLE = "whole"  # the method of a source that is the training data itself
 # Fields that came after results were published: at these values they are no part of an identity.
-_LATER: Mapping[str, Any] = {"load": (), "fingerprint": "", "split": "test"}
+_LATER: Mapping[str, Any] = {"load": (), "fingerprint": "", "split": "test", "keep_every": 0, "at": None}
 
 # The steps a method takes unless told otherwise; a test holds them to the methods themselves.
 STEPS = {
@@ -54,6 +54,7 @@ class Source:
     zca: bool = False  # whether networks see whitened images
     load: tuple[tuple[str, Value], ...] = ()  # how else the data are loaded: val_fraction, size
     fingerprint: str = ""  # of the training data, where the name does not settle what they are
+    keep_every: int = 0  # steps after which the set as it is is kept too
 
     @property
     def loading(self) -> tuple[tuple[str, Value], ...]:
@@ -84,6 +85,7 @@ class Cell:
     epochs: int | None = None  # None: the protocol's own
     repeats: int = 10
     split: str = "test"  # or val: the part that ``load`` holds out
+    at: int | None = None  # the set as it was kept after so many steps; None: the finished one
     pair: str = ""  # of two distributions to compare instead (``m3d.reproduce.toy``)
 
     @property
@@ -121,7 +123,14 @@ class Overrides:
     def source(self, source: Source) -> Source:
         if self.steps is None or source.steps <= self.steps:
             return source
-        return replace(source, options=tuple(sorted({**dict(source.options), "steps": self.steps}.items())))
+        options = tuple(sorted({**dict(source.options), "steps": self.steps}.items()))
+        kept = source.keep_every * self.steps // source.steps  # at the same parts of the way
+        return replace(source, options=options, keep_every=max(1, kept) if source.keep_every else 0)
+
+    def at(self, cell: Cell) -> int | None:
+        """After how many steps the set that a cell measures was kept; None: it is the finished one."""
+        (source, *_) = cell.sources
+        return None if cell.at is None else cell.at // source.keep_every * self.source(source).keep_every
 
     def repeats_of(self, cell: Cell) -> int:
         return cell.repeats if self.repeats is None else min(cell.repeats, self.repeats)
@@ -146,6 +155,8 @@ def short_name(data: str) -> str:
 
 def cell_digest(cell: Cell, overrides: Overrides) -> str:
     """The identity of a cell's outcome: all that decides it, whatever the cell is called and wherever it stands."""
+    if cell.at is None:  # what was kept on the way does not change the end
+        cell = replace(cell, sources=tuple(replace(source, keep_every=0) for source in cell.sources))
     content = {k: v for k, v in _content(cell).items() if k not in ("key", "row", "column")}
     return _digest({"cell": content, "overrides": overrides.given()})
 

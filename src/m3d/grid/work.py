@@ -94,7 +94,8 @@ class Workshop:
             return {**self.measures["pair"](self, cell, None), **self.runtime.describe()}
         if cell.sources[0].method == WHOLE:
             return self._accuracy(cell, None)
-        parts = [self.condensed(source) for source in cell.sources]
+        at = self.overrides.at(cell)
+        parts = [self.condensed(source) if at is None else self.kept(source, at) for source in cell.sources]
         whole = parts[0] if len(parts) == 1 else together(parts, cell.tested_on)
         record: dict[str, Any] = {
             "set": whole.fingerprint,
@@ -141,9 +142,15 @@ class Workshop:
             precision=self.overrides.precision,
             deterministic=self.overrides.deterministic,
             checkpoint_seconds=self.place.checkpoint_seconds,
+            keep_every=source.keep_every,
             report=self.watch.steps,
             **options,
         )
+
+    def kept(self, source: Source, step: int) -> CondensedSet:
+        """The same set as it was in the middle of its run."""
+        self.condensed(source)
+        return CondensedSet.load(self._folder(source).kept(step))
 
     def _begin(self) -> None:
         """Before long work: stop if asked to, and forget what the cell before left on the device."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from m3d.grid.cells import Cell, Source, Value
 from m3d.reproduce.cells import Column, Plan, Row, Table
@@ -22,6 +22,7 @@ class Rival:
     zca: bool = False
 
 
+_QUARTERS = 4  # parts of a run that is cut short after which its set is kept
 _CUT_MTT: Options = (("experts", 20), ("steps", 2_000))
 # In the order in which they are run: cheap ones first.
 _RIVALS = (
@@ -58,11 +59,34 @@ def methods() -> Plan:
     )
     rows = tuple(Row(rival.label, (rival.label,)) for rival in _RIVALS)
     table = Table("Every method under its own protocol and under one", ("method",), rows, columns, note)
-    return Plan("methods", (), "every method on CIFAR-10, IPC 1, 10", (*own, *same), (table,), "methods")
+    way, over_steps = _on_the_way()
+    cells = (*own, *same, *way)
+    return Plan("methods", (), "every method on CIFAR-10, IPC 1, 10", cells, (table, over_steps), "methods")
+
+
+def _on_the_way() -> tuple[list[Cell], Table]:
+    """Where a run is cut short, its accuracy after each quarter of its steps: whether more of them would help."""
+    cells, rows = [], []
+    for rival, ipc in [(each, ipc) for each in _RIVALS for ipc in each.options]:
+        end = _cell(rival, ipc, "own", rival.protocol, rival.net)
+        steps = end.sources[0].steps
+        row = f"{rival.label}/{ipc}"
+        rows.append(Row(row, (rival.label, str(ipc), f"{steps:,}", f"{replace(end.sources[0], options=()).steps:,}")))
+        for quarter in range(1, _QUARTERS):
+            at = quarter * end.sources[0].keep_every
+            key = f"cifar10/{ipc}/{rival.method}@{at}/seed0"
+            cells.append(replace(end, key=key, row=row, column=str(quarter), at=at, repeats=3))
+        cells.append(replace(end, key=f"cifar10/{ipc}/{rival.method}@{steps}/seed0", row=row, column=str(_QUARTERS)))
+    columns = tuple(Column(label, str(quarter)) for quarter, label in enumerate(("¼", "½", "¾", "all"), 1))
+    note = "Each under its own protocol; 3 networks on the way, 10 at the end."
+    heads = ("method", "IPC", "steps", "published")
+    return cells, Table("Accuracy over the steps of the runs that were cut short", heads, tuple(rows), columns, note)
 
 
 def _cell(rival: Rival, ipc: int, which: str, protocol: str, net: str) -> Cell:
     source = Source("cifar10", ipc, rival.method, rival.options.get(ipc, ()), rival.net, zca=rival.zca)
+    if source.options:
+        source = replace(source, keep_every=source.steps // _QUARTERS)
     key = f"cifar10/{ipc}/{rival.method}@{which}/seed0"
     return Cell(key, rival.label, f"{ipc}, {which}", (source,), net=net, protocol=protocol)
 
