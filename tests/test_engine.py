@@ -639,3 +639,14 @@ def test_a_graph_that_grows_with_the_classes_is_compiled_only_when_asked_for(tin
         net = FlatNet(make_net(NET, tiny.shape, 3))
         Step(method, tiny, net, method.init(tiny, 1, 0, CPU), 0, CPU)
     assert asked == [7, 0]
+
+
+def test_a_method_says_what_precision_it_needs_on_a_gpu(tiny, monkeypatch):
+    from m3d.prepare import prepare
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # nothing is put on the device here
+    request = {"ipc": 1, "options": {}, "net": NET, "device": "auto", "deterministic": False, "step_mode": "auto"}
+    request |= {"checkpoint_seconds": 60.0, "eval_every": 0, "seed": 0}
+    asked = [("m3d", "auto", "bf16"), ("mtt", "auto", "tf32"), ("mtt", "bf16", "bf16"), ("m3d", "fp32", "fp32")]
+    for method, precision, settled in asked:
+        assert prepare({**request, "method": method, "precision": precision}, tiny).runtime.precision == settled

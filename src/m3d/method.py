@@ -68,6 +68,7 @@ class Method:
     tiles: Tiles = field(default_factory=lambda: Tiles(1))
     matching: Matching | None = None
     network: str = "convnet3"  # through which images are matched, where nothing else is asked for
+    gpu_precision: str = "bf16"  # of its networks' convolutions on a GPU, where nothing else is asked for
 
     @property
     def steps(self) -> int:

@@ -165,6 +165,8 @@ def prepare(request: Mapping[str, Any], data: Dataset) -> Prepared:
     task = Task(data.name, data.shape, data.classes, ipc, data.mirror, int(data.train.count.min()))
     method, options = make_method(request["method"], task, dict(request["options"]))
     runtime = Runtime.choose(request["device"], request["precision"], request["deterministic"], request["step_mode"])
+    if request["precision"] == "auto" and runtime.device.type == "cuda":
+        runtime = replace(runtime, precision=method.gpu_precision)
     method.tiles.require(data.shape)
     method.init.require(data, ipc * method.tiles.cells)
     for name in ("eval_every", "keep_every"):
