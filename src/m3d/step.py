@@ -82,8 +82,18 @@ class Step(nn.Module):
         at_once = self.shard.at_once or _classes_at_once(data, matching.batch_real)
         self.chunk = classes if self.together else min(classes, at_once)
         steps = 0 if getattr(matching.probe, "large_graph", False) else matching.steps
-        loss = torch.compile(self.own_loss(), dynamic=False) if runtime.compiles(steps) else self.loss
-        self._loss: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = loss
+        self._loss: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = self.loss
+        if runtime.compiles(steps):
+            self._loss = torch.compile(self.own_loss(), dynamic=False)
+            self._rehearse()
+
+    def _rehearse(self) -> None:
+        """Let another process compile our own kernels while this one compiles the step around them."""
+        if self.runtime.device.type == "cuda" and getattr(self.net.net, "fused", False) and self.shard.ranks.leads:
+            from m3d.nets import rehearsal
+
+            real, synthetic = self.chunk * self.matching.batch_real, self.chunk * self.subset
+            rehearsal.start(self.net, self.data.shape, self.data.classes, real, synthetic, self.runtime.dtype)
 
     def own_loss(self) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
         """:meth:`loss` with a code object of its own.

@@ -1,6 +1,9 @@
 """What only a CUDA device can show. Skipped, saying so, without one; benchmarks/results keeps the last log."""
 
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import scenes
@@ -286,3 +289,27 @@ def test_the_other_methods_run_recorded_and_equal_the_cpu_at_first(data, name, t
         losses.append(condense(method, here, net, 2, 0, Runtime.choose(device, "fp32")).losses)
     assert len(losses[0]) == EVERY_METHOD[name]["steps"]
     torch.testing.assert_close(torch.tensor(losses[0][:4]), torch.tensor(losses[1][:4]), rtol=2e-2, atol=1e-4)
+
+
+def test_a_rehearsal_compiles_the_kernels_that_a_run_launches(data, tmp_path, monkeypatch):
+    """After it, a run in a new process adds none of our kernels to Triton's cache."""
+    from m3d.nets import rehearsal
+
+    script = (
+        "import m3d; from toys import make_dataset; "
+        "m3d.condense(make_dataset(classes=4, per_class=40, shape=(3, 16, 16)), 2, net='convnet2:width=32', steps=4, "
+        "batch_real=8, factor=2, precision='bf16')"
+    )
+    own = ("_gather", "_stem_forward", "_stem_backward", "_fold", "_norm_forward", "_norm_backward")
+
+    def compiled():
+        return {name: len(list(tmp_path.glob(f"*/{name}.cubin"))) for name in own}
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    net = FlatNet(make_net("convnet2:width=32", data.shape, data.classes), "cuda")
+    child = rehearsal.start(net, data.shape, data.classes, 4 * 8, 4 * 8, torch.bfloat16)
+    assert child is not None and child.wait(120) == 0
+    before = compiled()
+    assert all(before.values())
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=Path(__file__).parents[1])
+    assert compiled() == before

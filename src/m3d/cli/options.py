@@ -34,7 +34,7 @@ Resident = Annotated[
     str, typer.Option(help="Hold all real images in memory: yes, no (decoded once to the disk), or auto: if they fit.")
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
-Precision = Annotated[str, typer.Option(help="auto (on CUDA bf16, for mtt tf32; on the CPU fp32), fp16, bf16, tf32 or fp32.")]
+Precision = Annotated[str, typer.Option(help="auto (CUDA: bf16, mtt tf32; CPU: fp32), fp16, bf16, tf32 or fp32.")]
 Seed = Annotated[int, typer.Option(help="Same seed, same result.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 On = Annotated[
