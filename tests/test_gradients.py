@@ -1,5 +1,7 @@
 """Gradient matching against naive per-class differentiation in float64, and the pools that train their encoders."""
 
+import sys
+
 import pytest
 import torch
 from torch.nn import functional
@@ -54,10 +56,39 @@ def naive_distance(real, synthetic):
     return total
 
 
+@pytest.fixture(params=[False, True], ids=["convolutions", "products"])
+def together(request, monkeypatch):
+    """Convolutions as they are computed on a CPU, and as on a GPU."""
+    monkeypatch.setattr(sys.modules["m3d.nets.convnet"], "_likes_large_operations", lambda x: request.param)
+    return request.param
+
+
+@pytest.mark.parametrize("padding", [1, 3])
+def test_convolutions_as_one_product_equal_a_convolution_each_and_so_do_their_derivatives(padding):
+    module = sys.modules["m3d.nets.convnet"]
+    draw = torch.Generator().manual_seed(0)
+    x, weight, bias = (
+        torch.randn(*shape, generator=draw, dtype=torch.float64).requires_grad_()
+        for shape in ((2, 3, 4, 6, 5), (2, 7, 4, 3, 3), (2, 7))
+    )
+    found = []
+    for convolve in (module._convolve, module._convolve_together):
+        y = convolve(x, weight, bias, padding, torch.float64)
+        once = torch.autograd.grad(y.tanh().sum(), (x, weight, bias), create_graph=True)
+        twice = torch.autograd.grad(sum(g.square().sum() for g in once), (x, weight, bias))
+        found.append((y, *once, *twice))
+    assert found[0][0].shape == (2, 3, 7, 4 + 2 * padding, 3 + 2 * padding)
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("moves", [False, True])
 @pytest.mark.parametrize("keep", ["matrices", "convolutions"])
-def test_gradients_of_all_classes_equal_one_class_at_a_time(keep):
+def test_gradients_of_all_classes_equal_one_class_at_a_time(keep, moves, together):
     net, flat, images, labels = setting()
-    read = Gradient(keep)(net, Eyes(flat), Batch(images[0], labels), torch.float64)
+    with torch.set_grad_enabled(moves):  # real images are read without a graph
+        seen = Batch(images[0].clone().requires_grad_(moves), labels)
+        read = Gradient(keep)(net, Eyes(flat), seen, torch.float64)
     for c in range(3):
         naive = [
             g
@@ -69,7 +100,7 @@ def test_gradients_of_all_classes_equal_one_class_at_a_time(keep):
             torch.testing.assert_close(mine[c], theirs.flatten(1))
 
 
-def test_the_images_gradient_goes_through_the_gradient():
+def test_the_images_gradient_goes_through_the_gradient(together):
     """Distance and its derivative for the synthetic images against a naive double differentiation, float64."""
     net, flat, images, labels = setting()
     synthetic = images[1].clone().requires_grad_()
