@@ -650,3 +650,24 @@ def test_a_method_says_what_precision_it_needs_on_a_gpu(tiny, monkeypatch):
     asked = [("m3d", "auto", "bf16"), ("mtt", "auto", "tf32"), ("mtt", "bf16", "bf16"), ("m3d", "fp32", "fp32")]
     for method, precision, settled in asked:
         assert prepare({**request, "method": method, "precision": precision}, tiny).runtime.precision == settled
+
+
+@pytest.mark.parametrize("method", ["dm", "dc", "dsa", "cafe", "cafe-dsa", "datadam", "idm", "mtt"])
+def test_pixels_leave_their_range_only_where_they_may(tmp_path, method):
+    from toys import make_dataset
+
+    data = make_dataset(per_class=20)
+    settings = {"net": NET, "steps": 2, "lr": 50.0, "device": "cpu"}
+    settings |= {"experts": 1, "expert_epochs": 3, "max_start": 1, "syn_steps": 2} if method == "mtt" else {}
+    free = m3d.condense(data, 1, method, out=tmp_path / "free", bounded=False, **settings)
+    assert not free.bounded and (free.images.min() < 0 or free.images.max() > 1)
+    assert m3d.CondensedSet.load(tmp_path / "free").fingerprint == free.fingerprint
+    held = m3d.condense(data, 1, method, bounded=True, **settings)
+    assert held.bounded and held.images.min() >= 0 and held.images.max() <= 1
+
+
+def test_noise_is_clipped_only_where_pixels_are_bounded(tiny):
+    assert (tiny_noise := run(tiny, init="noise", steps=1).pixels).min() >= 0 and tiny_noise.max() <= 1
+    method = make_method("dc", Task("tiny", tiny.shape, 3, 1), {"steps": 1, "lr": 1e-9, "bounded": False})[0]
+    free = condense(method, tiny, FlatNet(make_net(NET, tiny.shape, 3)), 1, 0, CPU).pixels
+    assert free.min() < 0 and free.max() > 1

@@ -1,6 +1,7 @@
 """Exports: what other tools read is what a network trains on."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,6 +11,8 @@ from PIL import Image
 import m3d
 from m3d.errors import M3DError
 from m3d.export import export
+from m3d.pictures import _canvas
+from m3d.reproduce.measures import _sheet
 
 
 @pytest.fixture(scope="module")
@@ -75,3 +78,17 @@ def test_a_picture_lays_few_images_of_a_class_side_by_side():
     assert [t.get_text() for t in wide.get_xticklabels()] == names and not wide.get_yticklabels()
     assert [t.get_text() for t in tall.get_yticklabels()] == names and not tall.get_xticklabels()
     assert wide.images[0].get_size() == (8, 3 * 8 + 2) and tall.images[0].get_size() == (3 * 8 + 2, 4 * 8 + 3)
+
+
+def test_pixels_outside_their_range_are_kept_by_numbers_and_cut_off_in_pictures(condensed, tmp_path, caplog):
+    wild = replace(condensed, images=condensed.images * 3 - 1, manifest={**condensed.manifest, "bounded": False})
+    assert np.array_equal(np.load(export(wild, "npz", tmp_path / "w.npz"))["images"], wild.decoded()[0].numpy())
+    assert not caplog.records
+    path = export(wild, "imagefolder", tmp_path / "out")
+    assert "outside [0, 1] are cut off" in caplog.text
+    pixels = np.asarray(Image.open(path / "3" / "0001.png")) / 255
+    assert np.abs(pixels - wild.images[7, 0].clamp(0, 1).numpy()).max() < 1 / 255
+    canvas = _canvas(wild.images[None, :2], gap=1)
+    assert canvas.min() == 0 and canvas.max() == 1
+    sheet = np.asarray(_sheet(wild.images[None, :2]))
+    assert sheet.shape == (8, 16) and np.abs(sheet[:, :8] / 255 - wild.images[0, 0].clamp(0, 1).numpy()).max() < 1 / 255

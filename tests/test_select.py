@@ -76,8 +76,9 @@ def test_k_means_takes_one_point_of_each_cluster():
 )
 def test_every_initialisation_gives_images_of_every_class(tiny, spec):
     images = make_init(spec)(tiny, 3, 0, CPU)
-    assert images.shape == (3, 3, 3, 8, 8) and images.min() >= 0 and images.max() <= 1
+    assert images.shape == (3, 3, 3, 8, 8)
     if spec != "noise":
+        assert images.min() >= 0 and images.max() <= 1
         for c in range(3):
             own = tiny.train.images[int(tiny.train.start[c]) :][:12].float() / 255
             index = [int((own == picture).flatten(1).all(1).int().argmax()) for picture in images[c]]

@@ -42,7 +42,7 @@ class Progress:
 class Snapshot(NamedTuple):
     """The images in the middle of a run."""
 
-    pixels: Tensor  # [C, ipc, ch, h, w] in [0, 1], CPU
+    pixels: Tensor  # [C, ipc, ch, h, w] on the CPU, 0 black and 1 white
     step: int
     seconds: float  # spent so far
     learned: dict[str, float]  # numbers learned beside the pixels
@@ -66,7 +66,7 @@ class Watch:
 class Outcome:
     """What a finished condensation leaves."""
 
-    pixels: Tensor  # [C, ipc, ch, h, w] in [0, 1], CPU
+    pixels: Tensor  # [C, ipc, ch, h, w] on the CPU, 0 black and 1 white
     losses: list[float]
     seconds: float
     best: tuple[Tensor, int, float] | None = None  # (pixels, step, validation accuracy)
@@ -251,7 +251,7 @@ class _Run:
 
     def _check_pixels(self) -> None:
         """A bounded loss cannot show divergence; images that are all black and white do."""
-        share = self._saturated()
+        share = self._saturated() if self.matching.bounded else 0.0
         if share > _SATURATED > self.saturated_at_first:
             raise M3DError(
                 f"step {self.step}: {share:.0%} of the pixels are pushed to black or white; the run diverges, "
@@ -266,7 +266,8 @@ class _Run:
 
     def _pixels(self) -> Tensor:
         """A copy on the CPU: what is judged or returned must not change with the next step."""
-        return self.shard.whole(self.state.result(self.step)).to("cpu", copy=True).clamp_(0, 1)
+        pixels = self.shard.whole(self.state.result(self.step)).to("cpu", copy=True)
+        return pixels.clamp_(0, 1) if self.matching.bounded else pixels  # the way back from standardised ones rounds
 
     def _keep_if_due(self) -> None:
         """Hand the images of this step to who keeps them. After a kill a step may come twice, with the same images."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import re
 import shutil
 import tempfile
@@ -19,6 +20,7 @@ from m3d.errors import M3DError, unknown
 from m3d.files import sync_folder, sync_tree, write_bytes, write_json
 from m3d.store import CondensedSet
 
+log = logging.getLogger(__name__)
 FORMATS = ("imagefolder", "npz", "pt")
 
 
@@ -31,6 +33,8 @@ def export(condensed: CondensedSet, target: str, path: str | Path) -> Path:
         raise M3DError(f"{str(destination)!r} exists; choose another --out")
     images, labels = condensed.hard().decoded()
     if target == "imagefolder":
+        if not condensed.bounded:
+            log.warning("pixels outside [0, 1] are cut off, 8 bits hold no others; npz and pt keep them")
         _image_folder(condensed, images, labels, destination)
     elif target == "npz":
         _npz(condensed, images, labels, destination)
@@ -52,7 +56,7 @@ def _image_folder(condensed: CondensedSet, images: Tensor, labels: Tensor, desti
         raise M3DError(f"cannot write {str(destination)!r}: {error.strerror or error}") from error
     try:
         counts, written = dict.fromkeys(names, 0), []
-        pixels = (images * 255).round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
+        pixels = (images.clamp(0, 1) * 255).round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
         for picture, label in zip(pixels, labels.tolist(), strict=True):
             name = names[label]
             (workplace / name).mkdir(exist_ok=True)
@@ -107,7 +111,7 @@ def _npz(condensed: CondensedSet, images: Tensor, labels: Tensor, destination: P
     extra: dict[str, Any] = {} if condensed.soft is None else {"soft_labels": condensed.soft.numpy()}  # [N, K]
     np.savez_compressed(
         buffer,
-        images=images.numpy(),  # [N, ch, h, w] float32 in [0, 1]
+        images=images.numpy(),  # [N, ch, h, w] float32, 0 black and 1 white
         labels=labels.numpy(),
         class_names=np.array(condensed.class_names),
         mean=np.array(condensed.manifest["mean"], np.float32),

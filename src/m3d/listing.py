@@ -36,6 +36,7 @@ MEANINGS = {
     "batch_real": "real images per class and step",
     "batch_syn": "synthetic images per inner step; auto: the published number, or all of them",
     "batch_syn_max": "decoded synthetic images per class and step, at most",
+    "bounded": "bring pixels back into [0, 1] after each step",
     "ce_ramp": "part of the steps over which the cross-entropy's weight rises from 0; 0: it is there from the first on",
     "ce_weight": "weight of the cross-entropy of synthetic images; in idm it is times a network's accuracy in percent",
     "decay": "what the images' learning rate is multiplied by at 1/2 and again at 3/4 of the steps; 1: it stays",

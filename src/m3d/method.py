@@ -33,6 +33,7 @@ class Matching:
     batch_real: int = 128  # real images per class and step
     batch_syn_max: int = 200  # decoded synthetic images per class and step, at most
     standardised: bool = False  # whether the player moves standardised pixels instead of plain ones
+    bounded: bool = True  # whether pixels are brought back into [0, 1] after each step
     diverged_at: float = 20.0  # stop when the loss exceeds its first value this many times
     average_from: float = 1.0  # the result is the mean of the images after this part of the steps; 1: the last images
 

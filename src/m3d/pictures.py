@@ -63,7 +63,7 @@ def grid(condensed: CondensedSet, decoded: bool = False, most: int = 10, classes
 
 
 def mosaic_figure(images: Tensor, names: Sequence[str], title: str) -> Figure:
-    """A figure of ``images`` [classes, n, ch, h, w] in [0, 1] with the classes' names beside their rows, or below their
+    """A figure of ``images`` [classes, n, ch, h, w] with the classes' names beside their rows, or below their
     columns where n is at most 2."""
     across = images.shape[1] <= 2 < images.shape[0]
     images = images.transpose(0, 1) if across else images
@@ -98,7 +98,7 @@ def _canvas(images: Tensor, gap: int) -> NDArray[np.float32]:
     for r in range(rows):
         for c in range(columns):
             top, left = r * (h + gap), c * (w + gap)
-            canvas[top : top + h, left : left + w] = pixels[r, c].permute(1, 2, 0).numpy()
+            canvas[top : top + h, left : left + w] = pixels[r, c].permute(1, 2, 0).clamp(0, 1).numpy()
     return canvas
 
 

@@ -135,6 +135,8 @@ class Prepared:
             manifest["processes"] = self.ranks.world
         if len(self.shards) > 1:
             manifest["subtasks"] = len(self.shards)
+        if self.method.matching is not None and not self.method.matching.bounded:
+            manifest["bounded"] = False  # its pixels may leave [0, 1]
         if learned:
             manifest["learned"] = dict(learned)
         if outcome is not None:

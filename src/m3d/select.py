@@ -25,7 +25,7 @@ class Init(Protocol):
     """Chooses ``count`` starting images of every class."""
 
     def __call__(self, data: Dataset, count: int, seed: int, runtime: Runtime, ranks: Ranks | None = None) -> Tensor:
-        """[C, count, ch, h, w] in [0, 1], on the data's device; processes ``ranks`` may share the work of choosing."""
+        """[C, count, ch, h, w] on the data's device, 0 black and 1 white; ``ranks`` may share the work of choosing."""
         ...
 
     def require(self, data: Dataset, count: int) -> None:
@@ -61,7 +61,7 @@ class RandomReal(_Selection):
 
 @dataclass(frozen=True)
 class Noise:
-    """Normal noise with the data's mean and standard deviation, clipped to [0, 1]."""
+    """Normal noise with the data's mean and standard deviation; where pixels are bounded, it is clipped later."""
 
     def __call__(self, data: Dataset, count: int, seed: int, runtime: Runtime, ranks: Ranks | None = None) -> Tensor:
         device, (ch, h, w) = data.train.device, data.shape
@@ -69,7 +69,7 @@ class Noise:
         steps = torch.zeros(1, dtype=torch.long, device=device)
         draws = rng.normal(seed, rng.Purpose.INIT, steps, lanes, count * ch * h * w)[0]
         mean, std = (torch.tensor(v, device=device)[:, None, None] for v in (data.mean, data.std))
-        return (draws.view(data.classes, count, ch, h, w) * std + mean).clamp(0, 1)
+        return draws.view(data.classes, count, ch, h, w) * std + mean
 
     def require(self, data: Dataset, count: int) -> None:
         """Noise needs no image."""

@@ -52,7 +52,7 @@ class Step(nn.Module):
         self.matching, self.data, self.net, self.seed, self.runtime = matching, data, net, seed, runtime
         self.shard = shard or Shard(range(data.classes))
         device, classes = data.train.device, len(self.shard.mine)
-        self.synthetic = Synthetic(pixels, method.tiles, data.normalise(), matching.standardised)
+        self.synthetic = Synthetic(pixels, method.tiles, data.normalise(), matching.standardised, matching.bounded)
         # The record itself is never changed: parts that may learn are copied.
         self.objective = copy.deepcopy(matching.objective).to(device)
         self.probe = _on(copy.deepcopy(matching.probe), device)
@@ -202,7 +202,7 @@ class Step(nn.Module):
         self.average.lerp_(self.synthetic.latent, share)
 
     def result(self, step: int) -> Tensor:
-        """[C, ipc, ch, h, w] in [0, 1]: the images after ``step`` steps, or their mean once it has begun."""
+        """[C, ipc, ch, h, w]: the images after ``step`` steps, or their mean once it has begun."""
         if step <= self.matching.average_start or self.matching.average_start >= self.matching.steps:
             return self.synthetic.pixels().detach()
         return self.synthetic.pixels(self.average)

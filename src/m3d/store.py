@@ -57,7 +57,7 @@ _NEEDED: dict[str, type | tuple[type, ...]] = {
 class CondensedSet:
     """A condensed dataset: stored pixels, their labels, and a manifest that says how they were made."""
 
-    images: Tensor  # [C·ipc, ch, h, w] float32 in [0, 1], as stored (not decoded)
+    images: Tensor  # [C·ipc, ch, h, w] float32, 0 black and 1 white, as stored (not decoded)
     labels: Tensor  # [C·ipc] int64
     manifest: Mapping[str, Any]
     soft: Tensor | None = None  # [C·ipc·factor², K] float32: each decoded image's class probabilities, if it has any
@@ -66,6 +66,11 @@ class CondensedSet:
     def label_kind(self) -> str:
         """``hard`` or ``soft``: what networks are taught with the images."""
         return "hard" if self.soft is None else "soft"
+
+    @property
+    def bounded(self) -> bool:
+        """Whether all pixels lie in [0, 1]: a few methods let them go where they like, and pictures cut that off."""
+        return self.manifest.get("bounded") is not False
 
     @property
     def storage(self) -> dict[str, int]:
@@ -161,8 +166,10 @@ class CondensedSet:
             raise M3DError(f"{str(file)!r}: mean and std must have {channels} values, one per channel")
         if not n or not self.images.numel():
             raise M3DError(f"{str(file)!r}: images are {list(self.images.shape)}; a set holds one image at least")
-        if not (torch.isfinite(self.images).all() and self.images.min() >= 0 and self.images.max() <= 1):
-            raise M3DError(f"{str(file)!r}: pixels must lie in [0, 1]")
+        if not torch.isfinite(self.images).all():
+            raise M3DError(f"{str(file)!r}: pixels must be finite numbers")
+        if self.bounded and not (self.images.min() >= 0 and self.images.max() <= 1):
+            raise M3DError(f"{str(file)!r}: pixels must lie in [0, 1]; its manifest does not say bounded: false")
         if self.labels.shape != (n,) or self.labels.dtype != torch.int64:
             raise M3DError(
                 f"{str(file)!r}: labels are {self.labels.dtype} {list(self.labels.shape)}; expected int64 [{n}]"

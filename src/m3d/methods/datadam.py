@@ -14,7 +14,7 @@ defaults here; the code calls power 1 and has 20,000 iterations (``--set power=1
 ``convnet3`` with batch norm, which the code chooses silently; deeper for larger images (4 blocks from 64 pixels, 5 from
 128).
 
-Departure: images are clamped to [0, 1] after each step so that they can be stored and shown.
+Departure: images are clamped to [0, 1] after each step (unless ``bounded=false``).
 """
 
 from __future__ import annotations
@@ -48,6 +48,7 @@ def datadam(
     batch_syn_max: int = 200,
     augment: str | None = None,
     init: str = "real",
+    bounded: bool = True,
 ) -> Method:
     """Match where random batch-norm networks look in each class's images, and the mean representation."""
     side = min(task.shape[1:])
@@ -75,5 +76,6 @@ def datadam(
             batch_real=batch_real,
             batch_syn_max=batch_syn_max,
             standardised=True,
+            bounded=bounded,
         ),
     )

@@ -8,7 +8,7 @@ start from noise.
 DSA: Zhao & Bilen, "Dataset Condensation with Differentiable Siamese Augmentation", ICML 2021. The same from real
 images, with one augmentation per class and step shared by both sides, and augmented training of the network.
 
-Departures: images are clamped to [0, 1] after each step so that they can be stored and shown; noise is clipped too.
+Departures: images are clamped to [0, 1] after each step, and noise is clipped too (unless ``bounded=false``).
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ def dc(
     batch_syn_max: int = 200,
     augment: str = "none",
     init: str = "noise",
+    bounded: bool = True,
 ) -> Method:
     """Match the gradients that real and synthetic images give a network trained on the synthetic ones."""
     known_outer, known_inner = loops(task.ipc)
@@ -64,6 +65,7 @@ def dc(
             batch_real=batch_real,
             batch_syn_max=batch_syn_max,
             standardised=True,
+            bounded=bounded,
         ),
     )
 
@@ -79,9 +81,20 @@ def dsa(
     batch_real: int = 256,
     augment: str | None = None,
     init: str = "real",
+    bounded: bool = True,
 ) -> Method:
     """DC from real images with siamese augmentation."""
     if augment is None:
         full = Augment(one_of=("color", "crop", "cutout", "flip", "scale", "rotate"))
         augment = str(full if task.mirror else full.without("flip"))
-    return dc(task, steps=steps, lr=lr, outer=outer, inner=inner, batch_real=batch_real, augment=augment, init=init)
+    return dc(
+        task,
+        steps=steps,
+        lr=lr,
+        outer=outer,
+        inner=inner,
+        batch_real=batch_real,
+        augment=augment,
+        init=init,
+        bounded=bounded,
+    )

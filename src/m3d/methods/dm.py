@@ -8,7 +8,7 @@ stated).
 Two variations of the M3D paper: ``moments`` 2 or 3 adds the distance of the variances (and skewnesses), as in its Table
 1; ``objective`` m3d puts L_M3D in place of DM's loss and changes nothing else, as in its compatibility table.
 
-Departures: images are clamped to [0, 1] after each step so that they can be stored and shown. Neither the weights of
+Departures: images are clamped to [0, 1] after each step (unless ``bounded=false``). Neither the weights of
 the added moments nor the learning rate with L_M3D are published: the weights are 1, and the rate is M3D's own (IPC in
 plain pixels), which is 25 · IPC in standardised ones (std² is about 0.04).
 """
@@ -43,6 +43,7 @@ def dm(
     batch_syn_max: int = 200,
     augment: str | None = None,
     init: str = "real",
+    bounded: bool = True,
     objective: Literal["dm", "m3d"] = "dm",
     moments: int = 1,
     second: float = 1.0,
@@ -68,6 +69,7 @@ def dm(
             batch_real=batch_real,
             batch_syn_max=batch_syn_max,
             standardised=True,
+            bounded=bounded,
         ),
     )
 

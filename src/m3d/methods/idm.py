@@ -21,7 +21,7 @@ Departures:
   every class while the others have their turn; when a class comes to its next turn it has been moved by
   lr · (1 + m + … + m^(C−1)) times its gradient, and m^C of it is still to come. So here the rate is that sum, and no
   momentum is carried from one iteration to the next (at m = 0.5 and ten classes, a thousandth is neglected).
-- Images are clamped to [0, 1] after each step so that they can be stored and shown.
+- Images are clamped to [0, 1] after each step (unless ``bounded=false``).
 - The four parts of a mosaic start from different images; the authors draw each part by itself. A network reads the real
   images in shuffled passes instead of drawing each batch anew.
 - The size of L_M3D against the cross-entropy is not published. Its gradient is about 1/214 of DM's (measured on real
@@ -101,6 +101,7 @@ def idm(
     batch_syn_max: int = 200,
     augment: str | None = None,
     init: str = "real",
+    bounded: bool = True,
     objective: Literal["dm", "m3d"] = "dm",
     m3d_weight: float = 200.0,
 ) -> Method:
@@ -132,6 +133,7 @@ def idm(
             batch_real=known.batch_real if batch_real is None else batch_real,
             batch_syn_max=batch_syn_max,
             standardised=True,
+            bounded=bounded,
             diverged_at=1e6,  # the cross-entropy counts for nothing before the networks have learned, and much later on
         ),
     )

@@ -9,10 +9,12 @@ in the set's manifest, and the protocol ``mtt`` trains with it.
 The published CIFAR-10 numbers at 1 and 10 images per class, and CIFAR-100's at 1 and 50, are of ZCA-whitened data
 (``--zca``); the rates below are for images as networks take them, whitened where the data are.
 
-Departures: pixels are clamped to [0, 1] after each step so that they can be stored and shown (published images may
-leave that range); experts stop at the last epoch that can be asked for, which changes none before it; where a
-mini-batch does not divide the images, the smaller one ends a pass instead of beginning it; the last step's set is the
-result, not the best of all by test accuracy.
+As published, pixels may leave [0, 1]: brought back after each step (``bounded``), whitened images lose what the steps
+gain, and the loss rises again. Pictures of a set cut off what lies outside.
+
+Departures: experts stop at the last epoch that can be asked for, which changes none before it; where a mini-batch does
+not divide the images, the smaller one ends a pass instead of beginning it; the last step's set is the result, not the
+best of all by test accuracy.
 """
 
 from __future__ import annotations
@@ -82,6 +84,7 @@ def mtt(
     expert_epochs: int = 50,
     augment: str | None = None,
     init: str = "real",
+    bounded: bool = False,
     recompute: bool | None = None,
 ) -> Method:
     """Match where training on synthetic images leads with where recorded training on real images led."""
@@ -114,6 +117,7 @@ def mtt(
             batch_real=1,  # none is read
             batch_syn_max=decoded,  # mini-batches are drawn from them all
             standardised=True,
+            bounded=bounded,
         ),
         gpu_precision="tf32",  # a student's 20 to 80 steps are differentiated as one: bf16's errors would add up
     )

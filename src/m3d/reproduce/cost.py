@@ -25,19 +25,20 @@ _LEAST = 0.2  # of a measured step or epoch: what small work takes however small
 
 # A network's cost per pixel in units of ConvNet-3's. Guesses from their arithmetic and number of layers.
 _NETS = {"resnet10": 4.0, "densenet121": 12.0, "resnetap10": 0.7}
-# A step's cost in units of M3D's for as many images. DM's was measured, and M3D+'s in whole runs: they draw a new
-# encoder every step, and M3D+ shows the synthetic images to a second one. The others are guesses: gradient matching
-# differentiates twice and trains networks in between.
+# A step's cost in units of M3D's for as many images. Those of DM, M3D+, CAFE, DC, DSA, IDC and MTT are of measured runs
+# (results/reproduce/methods.jsonl, LAB.md): DM and M3D+ draw a new encoder every step, and M3D+ shows the synthetic
+# images to a second one; gradient matching differentiates twice and trains networks in between, MTT unrolls fifty steps
+# of training. Those of IDM and NCFM are guesses.
 _METHODS = {
     "dm": 1.5,
-    "dc": 8.0,
-    "dsa": 8.0,
-    "idc": 10.0,
-    "idc-i": 10.0,
+    "dc": 28.0,
+    "dsa": 28.0,
+    "idc": 60.0,
+    "idc-i": 60.0,
     "idm": 6.0,
-    "cafe": 4.0,
-    "cafe-dsa": 4.0,
-    "mtt": 20.0,
+    "cafe": 17.0,
+    "cafe-dsa": 17.0,
+    "mtt": 58.0,
     "m3d+": 1.4,
     "ncfm": 2.5,
 }

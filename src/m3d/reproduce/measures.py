@@ -62,9 +62,10 @@ def picture(condensed: CondensedSet) -> dict[str, Any]:
 
 
 def _sheet(images: Tensor) -> Image.Image:
-    """``images`` [rows, columns, ch, h, w] in [0, 1] side by side without gaps, at most 120 pixels each."""
+    """``images`` [rows, columns, ch, h, w] side by side without gaps, at most 120 pixels each."""
     rows, columns, ch, h, w = images.shape
-    pixels = (images.permute(0, 3, 1, 4, 2).reshape(rows * h, columns * w, ch) * 255).round().to(torch.uint8).numpy()
+    canvas = images.permute(0, 3, 1, 4, 2).reshape(rows * h, columns * w, ch)
+    pixels = (canvas.clamp(0, 1) * 255).round().to(torch.uint8).numpy()
     sheet = Image.fromarray(np.ascontiguousarray(pixels[..., 0] if ch == 1 else pixels[..., :3]))
     if h > _PICTURE_SIDE:
         sheet = sheet.resize((columns * _PICTURE_SIDE, rows * _PICTURE_SIDE), Image.Resampling.LANCZOS)
