@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from public_loop import PublicCondenser, make_network, public_epoch
 
+from m3d.batches import Images
 from m3d.data import ClassData, Dataset
 from m3d.evaluation import make_protocol
 from m3d.methods import Task, make_method
@@ -29,7 +30,7 @@ from m3d.nets import FlatNet, make_net
 from m3d.normalise import Normalise
 from m3d.runtime import Repeated, Runtime
 from m3d.step import BLOCK, Step
-from m3d.train import Images, Trainer
+from m3d.train import Trainer
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
 RESULTS = Path(__file__).parent / "results"

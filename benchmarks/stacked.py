@@ -20,10 +20,11 @@ from speed import RESULTS, wait
 
 import m3d
 from m3d.api import load_source
+from m3d.batches import Images
 from m3d.evaluation import make_protocol
 from m3d.nets import FlatNet, make_net
 from m3d.runtime import Runtime
-from m3d.train import Images, Trainer
+from m3d.train import Trainer
 
 
 def accuracies(

@@ -147,8 +147,8 @@ def test_training_on_real_images_reads_them_all_and_keeps_its_momentum(tiny):
     seen = []
     for step in range(4):
         pool.age(step)
-        first = step % pool.trainer.epochs_per_block * 3
-        seen.append(torch.cat([pool.trainer.index[first + k, 0, : 4 if k < 2 else 2] for k in range(3)]))
+        first = step % pool.trainer.batches.epochs_per_block * 3
+        seen.append(torch.cat([pool.trainer.batches.index[first + k, 0, : 4 if k < 2 else 2] for k in range(3)]))
     order = torch.cat(seen)
     assert torch.equal(order[:36].sort().values, torch.arange(36))
     assert pool.velocity.norm() > 0 and torch.equal(pool.velocity, pool.trainer.velocity[0])
@@ -170,7 +170,7 @@ def test_the_encoder_is_trained_on_the_synthetic_images_as_they_are(tiny):
     flat = start.clone().requires_grad_()
     images, labels = synthetic(torch.arange(3)).detach().flatten(0, 1), torch.arange(3).repeat_interleave(2)
     for step in range(6):
-        chosen = pool.trainer.index[step, 0, : 4 if step % 2 == 0 else 2]
+        chosen = pool.trainer.batches.index[step, 0, : 4 if step % 2 == 0 else 2]
         loss = functional.cross_entropy(net(flat[None], images[chosen][None]).logits[0], labels[chosen])
         (gradient,) = torch.autograd.grad(loss, flat)
         flat = (flat - 0.01 * gradient).detach().requires_grad_()

@@ -89,7 +89,7 @@ def test_learning_is_sgd_on_unaugmented_real_images(tiny):
         assert sorted(rows) == [0, 1]
         for place, row in enumerate(rows):
             for k in range(3):
-                chosen = pool.trainer.index[3 * step + k, place]
+                chosen = pool.trainer.batches.index[3 * step + k, place]
                 assert len(chosen.unique()) == 8
                 flat = networks[row].clone().requires_grad_()
                 logits = pool.net(flat[None], images[chosen][None]).logits[0]

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import m3d
+from m3d.batches import Images
 from m3d.cli import main
 from m3d.errors import M3DError
 from m3d.evaluation import make_protocol
@@ -19,7 +20,7 @@ from m3d.runtime import Runtime
 from m3d.step import Step
 from m3d.store import CondensedDataset
 from m3d.synth import Synthetic, Tiles
-from m3d.train import Images, Recipe
+from m3d.train import Recipe
 from m3d.trained import default_recipe, trained_networks
 
 CPU = Runtime.choose("cpu")

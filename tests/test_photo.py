@@ -6,13 +6,14 @@ import pytest
 import torch
 from torch.nn import functional
 
+from m3d.batches import Images
 from m3d.errors import M3DError
 from m3d.evaluation import make_protocol
 from m3d.nets import FlatNet, make_net
 from m3d.normalise import Normalise
 from m3d.photo import UNIFORMS, Photo
 from m3d.runtime import Runtime
-from m3d.train import Images, Recipe, Trainer
+from m3d.train import Recipe, Trainer
 
 NOTHING = Photo(least=1.0, jitter=0.0, lighting=0.0)
 
@@ -113,21 +114,21 @@ def trainer(photo, repeats=2, batch=3):
 def test_in_training_every_image_of_every_network_has_its_own():
     made = trainer(Photo())
     made._begin_epoch()
-    batch, _, _, _ = made._batch(3)
-    index = made.index[0]
+    batch = made.batches.take(3, ahead=False).images
+    index = made.batches.index[0]
     for r in range(2):
         for k in range(3):
-            alone = Photo()(made.images.plain(index[r, k])[None], made.photo[0, r, k][None])
+            alone = Photo()(made.images.plain(index[r, k])[None], made.batches.photo[0, r, k][None])
             torch.testing.assert_close(batch[r, k], made.images.normalise(alone)[0], atol=1e-5, rtol=1e-5)
-    assert len(torch.unique(made.photo[0].flatten(0, 1), dim=0)) == 6
+    assert len(torch.unique(made.batches.photo[0].flatten(0, 1), dim=0)) == 6
 
 
 def test_other_draws_are_what_they_are_without_it():
     with_photo, without = trainer(Photo()), trainer(None)
     for made in (with_photo, without):
         made._begin_epoch()
-    assert torch.equal(with_photo.augmentation, without.augmentation) and torch.equal(with_photo.index, without.index)
-    assert without.photo.numel() == 0
+    assert torch.equal(with_photo.batches.augmentation, without.batches.augmentation)
+    assert torch.equal(with_photo.batches.index, without.batches.index) and without.batches.photo.numel() == 0
 
 
 def test_the_published_recipes():

@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional
 
 import m3d
+from m3d.batches import Images
 from m3d.engine import Watch, condense
 from m3d.errors import Interrupted, M3DError
 from m3d.kernels import Gaussian, Linear
@@ -22,7 +23,7 @@ from m3d.runtime import Runtime, time_limit
 from m3d.step import Step
 from m3d.store import RunFolder
 from m3d.terminal import _said
-from m3d.train import Images, Recipe, Trainer
+from m3d.train import Recipe, Trainer
 from m3d.trained import cache_folder, trained_networks
 
 CPU = Runtime.choose("cpu")

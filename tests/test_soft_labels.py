@@ -14,6 +14,7 @@ from torch.nn import functional
 
 import m3d
 from m3d import rng
+from m3d.batches import Images
 from m3d.cli import main
 from m3d.errors import M3DError
 from m3d.evaluation import PROTOCOLS, evaluate, make_protocol
@@ -25,7 +26,7 @@ from m3d.report import COLUMNS, SOFT_COLUMNS, bar_chart, rows_of, table
 from m3d.runtime import Runtime
 from m3d.store import CondensedDataset, CondensedSet, RunFolder
 from m3d.teachers import Teachers, averaged_softmax, relabel
-from m3d.train import Images, Recipe, Trainer, cross_entropy
+from m3d.train import Recipe, Trainer, cross_entropy
 from m3d.trained import Trained, default_recipe, trained_networks
 
 CPU = Runtime.choose("cpu")
@@ -144,9 +145,10 @@ def test_cross_entropy_and_cutmix_mix_probabilities(tiny):
     net = FlatNet(make_net(NET, tiny.shape, tiny.classes), "cpu")
     trainer = Trainer(net, images, Recipe(1, 6, 0.1, cutmix=1.0), 2, 0, CPU)
     trainer._begin_epoch()
-    mixed, labels, other, share = trainer._batch(6)
-    index = trainer.index[0]
-    partner = torch.argsort(trainer.partner[0], dim=-1, stable=True)
+    shown = trainer.batches.take(6, ahead=False)
+    mixed, labels, other, share = shown
+    index = trainer.batches.index[0]
+    partner = torch.argsort(trainer.batches.partner[0], dim=-1, stable=True)
     assert labels.shape == (2, 6, 3) and (share < 1).all()
     for r in range(2):
         assert torch.equal(labels[r], images.labels[index[r]])
@@ -155,7 +157,7 @@ def test_cross_entropy_and_cutmix_mix_probabilities(tiny):
     flat = trainer.flat.clone().requires_grad_()
     scores = torch.log_softmax(net(flat, mixed, torch.float32).logits, -1)
     (expected,) = torch.autograd.grad(-(scores * blended).sum(-1).mean(1).sum(), flat)
-    torch.testing.assert_close(trainer._gradient(trainer.flat, mixed, labels, other, share)[0], expected)
+    torch.testing.assert_close(trainer._gradient(trainer.flat, shown)[0], expected)
 
 
 def test_round_trip_and_old_files(hard, soft, tmp_path):

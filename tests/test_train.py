@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from m3d import rng
 from m3d.augment import UNIFORMS, Augment
+from m3d.batches import Images, ahead, cutmix
 from m3d.errors import M3DError
 from m3d.evaluation import PROTOCOLS, make_protocol
 from m3d.nets import FlatNet, make_net
@@ -16,7 +17,7 @@ from m3d.nets.norms import BatchNorm
 from m3d.normalise import Normalise
 from m3d.rng import Purpose
 from m3d.runtime import Runtime
-from m3d.train import Images, Recipe, Trainer, cross_entropy, cutmix
+from m3d.train import Recipe, Trainer, cross_entropy
 
 CPU = Runtime.choose("cpu")
 SHAPE = (3, 8, 8)
@@ -64,8 +65,8 @@ def test_trainer_equals_a_plain_loop_with_the_same_draws(fresh_momentum):
     recipe = Recipe(**{**RECIPE.__dict__, "fresh_momentum": fresh_momentum})
     fast = trainer(recipe)
     start = fast.flat.detach().clone()
-    fast._refill(0)  # the draws of all 8 epochs lie in the buffers now
-    index, mix, partners = (b.clone() for b in (fast.index, fast.mix, fast.partner))
+    fast.batches._refill(0)  # the draws of all 8 epochs lie in the buffers now
+    index, mix, partners = (b.clone() for b in (fast.batches.index, fast.batches.mix, fast.batches.partner))
     uniforms = rng.uniform(0, rng.Purpose.TRAIN_AUGMENT, torch.arange(24), torch.arange(2), 4 * UNIFORMS)
     uniforms = uniforms.unflatten(-1, (4, UNIFORMS))
     data = images()
@@ -126,13 +127,58 @@ def test_who_is_trained_beside_a_network_does_not_change_it():
         assert torch.equal(torch.cat([part.accuracy(images()) for part in parts]), together.accuracy(images()))
 
 
+@pytest.mark.parametrize(
+    ("ahead", "batch", "runs"), [(3, 4, (8,)), (8, 4, (2, 3, 8)), (40, 4, (1, 8)), (5, 10, (7, 8))]
+)
+def test_batches_made_ahead_are_those_made_step_by_step(ahead, batch, runs):
+    """Bit for bit, for any number made together and any division of the epochs; the last batch has 2 images, or 10.
+
+    Only runs of more than half that many steps make any ahead.
+    """
+    recipe = Recipe(**{**RECIPE.__dict__, "batch": batch})
+    plain, fast = trainer(recipe), trainer(recipe)
+    fast.batches.ahead = ahead
+    before = 0
+    for until in runs:
+        plain.run(until)
+        fast.run(until)
+        assert torch.equal(plain.flat, fast.flat) and not torch.equal(fast.flat, trainer(recipe).flat)
+        steps = (until - before) * fast.batches.steps_per_epoch
+        assert (fast.batches._left < ahead and fast.batches._ready is not None) or 2 * steps <= ahead
+        before = until
+    assert any(made for _, made in fast._steps)
+
+
+def test_batches_made_ahead_follow_images_that_change_between_runs():
+    recipe = Recipe(**{**RECIPE.__dict__, "batch": 10})
+    plain, fast = trainer(recipe), trainer(recipe)
+    fast.batches.ahead = 5
+    for until in (3, 7):
+        for made in (plain, fast):
+            made.images.pixels.mul_(0.5)  # as a step of condensation moves them
+            made.run(until)
+    assert torch.equal(plain.flat, fast.flat)
+
+
+@pytest.mark.parametrize(
+    ("batch", "networks", "sample", "expected"),
+    [(64, 1, 2000, 32), (2000, 1, None, 2), (64, 10, None, 8), (100, 1, 100, 54), (4096, 2, None, 1)],
+)
+def test_how_many_batches_are_made_ahead(batch, networks, sample, expected):
+    """32×32 images, 2,000 of them: IDC, one large batch, ten networks of an evaluation, DC at ten images, no room."""
+    assert ahead("cuda", batch, networks, sample, 2000, 3072) == expected
+    assert ahead("cpu", batch, networks, sample, 2000, 3072) == 1
+
+
 def test_every_image_is_seen_once_an_epoch_and_the_last_batch_is_kept():
     fast = trainer(RECIPE)
-    fast._refill(0)
+    fast.batches._refill(0)
     for r in range(2):
-        epoch = torch.cat([fast.index[k, r, : 4 if k < 2 else 2] for k in range(3)])
+        epoch = torch.cat([fast.batches.index[k, r, : 4 if k < 2 else 2] for k in range(3)])
         assert torch.equal(epoch.sort().values, torch.arange(10))
-    assert not torch.equal(fast.index[0, 0], fast.index[0, 1]) and not torch.equal(fast.index[0, 0], fast.index[3, 0])
+    assert not torch.equal(fast.batches.index[0, 0], fast.batches.index[0, 1]) and not torch.equal(
+        fast.batches.index[0, 0], fast.batches.index[3, 0]
+    )
 
 
 def test_networks_go_in_smaller_groups_when_memory_is_short(monkeypatch, caplog):
@@ -165,9 +211,9 @@ def test_networks_go_in_smaller_groups_when_memory_is_short(monkeypatch, caplog)
 
 def test_repeats_differ_in_every_draw():
     fast = trainer(RECIPE)
-    fast._refill(0)
+    fast.batches._refill(0)
     assert not torch.equal(fast.flat[0], fast.flat[1])
-    for buffer in (fast.augmentation, fast.mix, fast.partner):
+    for buffer in (fast.batches.augmentation, fast.batches.mix, fast.batches.partner):
         assert not torch.equal(buffer[:, 0], buffer[:, 1])
 
 

@@ -9,6 +9,7 @@ from torch.nn import functional
 import m3d
 from m3d import rng
 from m3d.augment import UNIFORMS, Augment
+from m3d.batches import Images
 from m3d.engine import Watch, condense
 from m3d.errors import Interrupted, M3DError
 from m3d.evaluation import make_protocol
@@ -24,7 +25,7 @@ from m3d.runtime import Runtime
 from m3d.step import Step
 from m3d.store import RunFolder
 from m3d.synth import Tiles
-from m3d.train import Images, Recipe, Trainer
+from m3d.train import Recipe, Trainer
 from m3d.trained import cache_folder
 from m3d.types import Batch, Eyes, Segment
 from m3d.unroll import Lessons, Unroll
@@ -171,7 +172,7 @@ def test_an_expert_is_plain_training_on_real_images(tiny):
         flat, net.fresh(7, rng.Purpose.EXPERT, torch.tensor([0]), torch.tensor([1]))[0], atol=0, rtol=0
     )
     for step in range(6):  # 36 images: batches of 16, 16 and 4
-        chosen = trainer.index[step, 0, : 4 if step % 3 == 2 else 16]
+        chosen = trainer.batches.index[step, 0, : 4 if step % 3 == 2 else 16]
         flat = flat.clone().requires_grad_()
         loss = functional.cross_entropy(net(flat[None], images.take(chosen)[None]).logits[0], images.labels[chosen])
         flat = (flat - 0.05 * torch.autograd.grad(loss, flat)[0]).detach()

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from m3d.augment import Augment
+from m3d.batches import Images
 from m3d.data.classes import ClassData, Dataset
 from m3d.errors import M3DError
 from m3d.files import sha256
@@ -26,7 +27,7 @@ from m3d.registry import Registry
 from m3d.runtime import Runtime, stop_politely
 from m3d.saver import Saver
 from m3d.store import CondensedSet, RunFolder
-from m3d.train import Images, Recipe, Trainer
+from m3d.train import Recipe, Trainer
 from m3d.wording import with_sd
 
 

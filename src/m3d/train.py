@@ -1,8 +1,7 @@
 """Fast classifier training: many networks at once, each with its own weights, order, augmentation and CutMix.
 
 All networks' parameters are rows of one [R, P] buffer, so the optimiser is three elementwise operations for all. Data
-stay on the device; draws are made for many steps at a time, keyed by (seed, step, network); on CUDA a step of all
-networks is one recorded graph.
+stay on the device (``m3d.batches`` makes batches of them); on CUDA a step of all networks is one recorded graph.
 """
 
 from __future__ import annotations
@@ -17,18 +16,16 @@ from torch import Tensor
 from torch.nn import functional
 
 from m3d import rng
-from m3d.augment import NUMBERS, UNIFORMS, Augment, Parameters
+from m3d.augment import Augment
+from m3d.batches import Batches, Images, Looks, Shown
 from m3d.errors import M3DError
 from m3d.nets.flat import FlatNet
-from m3d.normalise import Normalise
-from m3d.photo import UNIFORMS as PHOTO_UNIFORMS
 from m3d.photo import Photo
-from m3d.runtime import Repeated, Runtime, out_of_memory, pick
+from m3d.runtime import Repeated, Runtime, out_of_memory
 
 log = logging.getLogger(__name__)
 _REFERENCE = 1024  # training images that give batch norms their statistics in a test
 _TEST_PIXELS = 2**22  # of the images tested together: 1,000 up to 64 pixels a side, fewer above
-_BLOCK_STEPS = 64  # draws are made for at least this many steps together
 
 
 @dataclass(frozen=True)
@@ -70,37 +67,6 @@ class Recipe:
         return named
 
 
-class Images:
-    """Labelled images on the device, uint8 or float pixels in [0, 1], normalised when taken."""
-
-    def __init__(self, pixels: Tensor, labels: Tensor, normalise: Normalise | None):
-        """``normalise`` None: ``pixels`` are normalised already. ``labels``: [N] classes, or [N, K] probabilities."""
-        self.pixels, self.labels, self.normalise = pixels, labels, normalise  # [N, ch, h, w], [N] or [N, K]
-
-    def __len__(self) -> int:
-        return len(self.pixels)
-
-    def take(self, index: Tensor) -> Tensor:
-        """Normalised float32 images [..., ch, h, w] for ``index`` [...]."""
-        return self.seen(self.plain(index))
-
-    def seen(self, pixels: Tensor) -> Tensor:
-        """``pixels`` as networks take them."""
-        return pixels if self.normalise is None else self.normalise(pixels)
-
-    def plain(self, index: Tensor) -> Tensor:
-        """Float32 pixels in [0, 1] for ``index``."""
-        pixels = self.pixels[index]
-        return pixels.float() / 255 if pixels.dtype == torch.uint8 else pixels
-
-    def prepared(self) -> Images:
-        """The same images, for reading many times: whitened once, where they are whitened (4 bytes a value)."""
-        if self.normalise is None or self.normalise.whitening is None:
-            return self
-        parts = torch.arange(len(self), device=self.pixels.device).split(1000)
-        return Images(torch.cat([self.take(part) for part in parts]), self.labels, None)
-
-
 class Trainer:
     """R networks trained side by side on the same images."""
 
@@ -124,43 +90,35 @@ class Trainer:
         (``repeats`` 0). With ``counts``, ``right`` adds up how many images
         of the batches each network knew before it learned from them.
         """
-        if recipe.photo is not None and images.normalise is None:
-            raise M3DError("photographs are augmented before they are normalised; whitened images (zca) cannot be")
         device = images.pixels.device
-        self.sample, self.length = sample, sample or len(images)  # images an epoch has
         self.net, self.images, self.recipe, self.seed, self.runtime = net, images, recipe, seed, runtime
-        self.repeats, self.batch = repeats, min(recipe.batch, self.length)
+        self.repeats = repeats
+        self.lanes = torch.arange(first, first + repeats, device=device)
+        looks = Looks(recipe.augment, recipe.cutmix, recipe.photo)
+        self.batches = Batches(images, looks, recipe.batch, self.lanes, seed, runtime, sample)
         # Networks in one pass: fewer where memory is short, and one on a CPU, where it is no slower and where a network
         # is to be the same to the bit whoever else is trained beside it.
         self.at_once = max(1, repeats) if device.type == "cuda" else 1
-        self.steps_per_epoch = -(-self.length // self.batch)
-        self.epochs_per_block = max(1, _BLOCK_STEPS // self.steps_per_epoch)
-        self.lanes = torch.arange(first, first + repeats, device=device)
         self.flat = net.fresh(seed, rng.Purpose.CLASSIFIER, self.lanes.new_zeros(1), self.lanes)  # [R, P]
         self.velocity = torch.zeros_like(self.flat, requires_grad=False)
         self.right = torch.zeros(repeats, dtype=torch.long, device=device) if counts else None  # [R]
         self.rate = torch.zeros((), device=device)
         self.epoch = 0
-        self._filled = -1  # which block of epochs the draws below belong to
-        block = self.epochs_per_block * self.steps_per_epoch
-        self.slot = torch.zeros(1, dtype=torch.long, device=device)
-        self.index = torch.zeros(block, repeats, self.batch, dtype=torch.long, device=device)
-        self._size = (images.pixels.shape[-2], images.pixels.shape[-1])
-        self.augmentation = torch.zeros(block, repeats, self.batch, NUMBERS, device=device)
-        self.photo = torch.zeros(block, repeats, self.batch, PHOTO_UNIFORMS if recipe.photo else 0, device=device)
-        self.mix = torch.zeros(block, repeats, 4, device=device)
-        self.partner = torch.zeros(block, repeats, self.batch, dtype=torch.long, device=device)
-        self._steps: dict[int, Repeated] = {}  # by batch size: the last batch of an epoch may be smaller
+        self._steps: dict[tuple[int, bool], Repeated] = {}  # by batch size, and whether batches are made ahead
 
     def run(self, until: int) -> None:
         """Train up to the end of epoch ``until``."""
         if self.repeats == 0:
             self.epoch = max(self.epoch, until)
+        batches = self.batches
+        ahead = batches.forget((until - self.epoch) * batches.steps_per_epoch)
         while self.epoch < until:
             self._begin_epoch()
-            for k in range(self.steps_per_epoch):
-                size = min(self.batch, self.length - k * self.batch)
-                self._take_step(size)
+            first = self.epoch % batches.epochs_per_block * batches.steps_per_epoch
+            for k in range(batches.steps_per_epoch):
+                if ahead:
+                    batches.look_ahead(first + k)
+                self._take_step(batches.size(k), ahead)
             self.epoch += 1
 
     def state(self) -> dict[str, Tensor]:
@@ -174,43 +132,15 @@ class Trainer:
         self.epoch = int(state["epoch"])
 
     def _begin_epoch(self) -> None:
-        block, within = divmod(self.epoch, self.epochs_per_block)
-        if block != self._filled:
-            self._refill(block * self.epochs_per_block)
-            self._filled = block
-        self.slot.fill_(within * self.steps_per_epoch)
+        self.batches.begin(self.epoch)
         self.rate.fill_(self.recipe.rate(self.epoch))
         if self.recipe.fresh_momentum and self.epoch in self.recipe.milestones:
             self.velocity.zero_()
 
-    @torch.no_grad()
-    def _refill(self, epoch: int) -> None:
-        """Draw orders, augmentation and CutMix for a block of epochs."""
-        device, n, k = self.lanes.device, self.length, self.steps_per_epoch
-        epochs = torch.arange(epoch, epoch + self.epochs_per_block, device=device)
-        if self.sample is None:
-            order = rng.permutation(self.seed, rng.Purpose.ORDER, epochs, self.lanes, n)  # [E, R, N]
-        else:
-            position = (epochs[:, None, None] * n + torch.arange(n, device=device)).expand(-1, self.repeats, -1)
-            decks = torch.full_like(self.lanes, len(self.images))
-            order = rng.shuffled(self.seed, rng.Purpose.ORDER, position, self.lanes, decks)
-        padded = functional.pad(order, (0, k * self.batch - n)).unflatten(-1, (k, self.batch))
-        self.index.copy_(padded.movedim(2, 1).flatten(0, 1))
-        steps = torch.arange(epoch * k, (epoch + self.epochs_per_block) * k, device=device)
-        usual, more = self.batch * UNIFORMS, self.batch * self.photo.shape[-1]
-        draws = rng.uniform(self.seed, rng.Purpose.TRAIN_AUGMENT, steps, self.lanes, usual + more)
-        uniforms = draws[..., :usual].unflatten(-1, (self.batch, UNIFORMS))
-        uniforms[..., 0] = uniforms[..., :1, 0]  # one choice of operation per network and batch
-        numbers = self.recipe.augment.parameters(uniforms.flatten(0, 2), self._size).packed()
-        self.augmentation.copy_(numbers.view(self.augmentation.shape))
-        self.photo.copy_(draws[..., usual:].unflatten(-1, self.photo.shape[-2:]))
-        self.mix.copy_(rng.uniform(self.seed, rng.Purpose.CUTMIX, steps, self.lanes, 4))
-        self.partner.copy_(rng.bits(self.seed, rng.Purpose.PARTNER, steps, self.lanes, self.batch))
-
-    def _take_step(self, size: int) -> None:
+    def _take_step(self, size: int, ahead: bool) -> None:
         while True:
             try:
-                self._step_of(size)()
+                self._step_of(size, ahead)()
                 return
             except RuntimeError as error:
                 if not out_of_memory(error):
@@ -221,7 +151,7 @@ class Trainer:
         """Half as many networks at a time. Memory runs out before anything moved, so the step is simply tried again."""
         if self.at_once == 1:
             raise M3DError(
-                f"one network and {self.batch} images do not fit into memory; give a smaller batch or network"
+                f"one network and {self.batches.batch} images do not fit into memory; give a smaller batch or network"
             ) from error
         self.at_once = -(-self.at_once // 2)
         log.warning("not enough memory: %d networks at a time from here on", self.at_once)
@@ -229,16 +159,17 @@ class Trainer:
         if self.runtime.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _step_of(self, size: int) -> Repeated:
-        if size not in self._steps:
-            self._steps[size] = Repeated(lambda: self._step(size), self.runtime)
-        return self._steps[size]
+    def _step_of(self, size: int, ahead: bool) -> Repeated:
+        if (size, ahead) not in self._steps:
+            self._steps[size, ahead] = Repeated(lambda: self._step(size, ahead), self.runtime)
+        return self._steps[size, ahead]
 
-    def _step(self, size: int) -> None:
+    def _step(self, size: int, ahead: bool) -> None:
         """One SGD step of every network on its own batch of ``size`` images."""
-        batch = self._batch(size)
+        batch = self.batches.take(size, ahead)
         groups = [
-            self._gradient(*group) for group in zip(*(x.split(self.at_once) for x in (self.flat, *batch)), strict=True)
+            self._gradient(rows, Shown(*shown))
+            for rows, *shown in zip(*(x.split(self.at_once) for x in (self.flat, *batch)), strict=True)
         ]
         gradients, known = (x[0] if len(x) == 1 else torch.cat(x) for x in zip(*groups, strict=True))
         with torch.no_grad():
@@ -247,34 +178,11 @@ class Trainer:
             self.flat.sub_(self.velocity * self.rate)
             if self.right is not None:
                 self.right.add_(known)
-        self.slot.add_(1)
+        self.batches.advance()
 
-    @torch.no_grad()
-    def _batch(self, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(images [R, b, ...], labels, CutMix partners' labels, share of the first label [R]).
-
-        Labels are [R, b] classes, or [R, b, K] probabilities.
-        """
-        index = pick(self.index, self.slot)[:, :size]
-        images = self.images.plain(index)
-        shape = images.shape
-        if self.recipe.photo is not None:
-            photo = pick(self.photo, self.slot)[:, :size].flatten(0, 1)
-            images = self.recipe.photo(images.flatten(0, 1), photo).view(shape)
-        images = self.images.seen(images)
-        parameters = Parameters.unpacked(pick(self.augmentation, self.slot)[:, :size].flatten(0, 1))
-        images = self.recipe.augment.apply(images.flatten(0, 1)[:, None], parameters).view(shape)
-        labels = self.images.labels[index]
-        if self.recipe.cutmix == 0:
-            return images, labels, labels, torch.ones(self.repeats, device=images.device)
-        partner = torch.argsort(pick(self.partner, self.slot)[:, :size], dim=-1, stable=True)
-        images, share = cutmix(images, partner, pick(self.mix, self.slot), self.recipe.cutmix)
-        return images, labels, labels[torch.arange(self.repeats, device=labels.device)[:, None], partner], share
-
-    def _gradient(
-        self, rows: Tensor, images: Tensor, labels: Tensor, other: Tensor, share: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def _gradient(self, rows: Tensor, shown: Shown) -> tuple[Tensor, Tensor]:
         """(gradient [r, P] of the scaled loss, images known [r]) of some networks, ``rows`` [r, P]."""
+        images, labels, other, share = shown
         flat = rows.detach().requires_grad_()
         logits = self.net(flat, images, self.runtime.dtype).logits  # [r, b, K]
         scores = functional.log_softmax(logits, dim=-1)
@@ -315,26 +223,3 @@ def cross_entropy(scores: Tensor, target: Tensor) -> Tensor:
         each = functional.nll_loss(scores.flatten(0, 1), target.flatten(), reduction="none")
         return each.view(target.shape).mean(1)
     return -(scores * target).sum(-1).mean(1)
-
-
-def cutmix(images: Tensor, partner: Tensor, u: Tensor, probability: float) -> tuple[Tensor, Tensor]:
-    """Paste a box of each image's partner into it: one box per network, λ ~ U(0, 1), with ``probability``.
-
-    ``images`` [R, b, ch, h, w]; ``partner`` [R, b] a permutation of the batch; ``u`` [R, 4] uniform numbers. Returns
-    the images and the share of each image's own label [R], which is the area the box really left.
-    """
-    h, w = images.shape[-2:]
-    side = torch.sqrt(1 - u[:, 1])  # λ is the share that stays
-
-    def span(length: int, centre: Tensor) -> Tensor:  # [R, length]: inside the box along one axis
-        half = torch.floor(length * side) / 2
-        middle = torch.floor(centre * length)
-        low, high = (middle - torch.floor(half)).clamp(min=0), (middle + torch.floor(half)).clamp(max=length)
-        place = torch.arange(length, device=images.device)
-        return (place >= low[:, None]) & (place < high[:, None])
-
-    box = span(h, u[:, 2])[:, :, None] & span(w, u[:, 3])[:, None, :]
-    box &= (u[:, 0] < probability)[:, None, None]
-    others = images[torch.arange(len(images), device=images.device)[:, None], partner]
-    mixed = torch.where(box[:, None, None], others, images)
-    return mixed, 1 - box.float().mean((1, 2))

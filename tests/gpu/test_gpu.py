@@ -13,6 +13,7 @@ from toys import make_dataset
 
 from m3d import rng
 from m3d.augment import Augment
+from m3d.batches import Images
 from m3d.data import streamed
 from m3d.engine import Watch, condense
 from m3d.errors import Interrupted
@@ -22,7 +23,7 @@ from m3d.normalise import Normalise, Zca
 from m3d.photo import Photo
 from m3d.runtime import Runtime
 from m3d.store import RunFolder
-from m3d.train import Images, Recipe, Trainer
+from m3d.train import Recipe, Trainer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -187,7 +188,7 @@ def test_photographs_augmentation_is_the_same_and_can_be_recorded():
         net = FlatNet(make_net(NET, (3, 16, 16), 3), device)
         trainer = Trainer(net, images, recipe, 2, 0, Runtime.choose(device, "fp32"))
         trainer._begin_epoch()
-        batches.append(trainer._batch(4)[0].cpu())
+        batches.append(trainer.batches.take(4, ahead=False).images.cpu())
         before = trainer.flat.detach().clone()
         trainer.run(8)
         assert torch.isfinite(trainer.flat).all() and not torch.equal(trainer.flat, before)

@@ -11,13 +11,14 @@ from torch import Tensor, nn
 
 from m3d import rng
 from m3d.augment import Augment
+from m3d.batches import Images
 from m3d.data.classes import Dataset
 from m3d.errors import M3DError
 from m3d.nets.flat import FlatNet
 from m3d.runtime import Repeated, Runtime
 from m3d.shards import Ranks, Shard
 from m3d.synth import Synthetic
-from m3d.train import Images, Recipe, Trainer
+from m3d.train import Recipe, Trainer
 from m3d.types import Eyes
 
 

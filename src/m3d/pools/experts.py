@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from m3d import rng
+from m3d.batches import Images
 from m3d.data.classes import Dataset
 from m3d.errors import M3DError
 from m3d.files import read_checked, read_row, write_checked
@@ -26,7 +27,7 @@ from m3d.nets.flat import FlatNet
 from m3d.pools import LivePool, World
 from m3d.runtime import Runtime
 from m3d.shards import Ranks
-from m3d.train import Images, Recipe, Trainer
+from m3d.train import Recipe, Trainer
 from m3d.trained import cache_folder
 from m3d.types import Eyes, Segment
 from m3d.unroll import Lessons

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from m3d import rng
+from m3d.batches import Images
 from m3d.errors import M3DError
 from m3d.pools import LivePool, World
-from m3d.train import Images, Recipe, Trainer
+from m3d.train import Recipe, Trainer
 from m3d.types import Eyes
 
 _BLOCK = 64  # steps whose choices are drawn together
@@ -135,7 +136,7 @@ class LiveQueue(LivePool):
             self.networks[row].copy_(flat)
             self.momenta[row].copy_(velocity)
             self.right[row].add_(right)
-            self.asked[row].add_(trainer.length)
+            self.asked[row].add_(trainer.batches.length)
 
     def _push(self, number: int) -> None:
         """Put random network ``number`` in the place of the oldest."""

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from m3d import rng
 from m3d.augment import Augment
+from m3d.batches import Images
 from m3d.errors import M3DError
 from m3d.pools import Fresh, LivePool, World, trainer_on_synthetic
 from m3d.runtime import Repeated, pick
-from m3d.train import Images, Recipe
+from m3d.train import Recipe
 
 
 @dataclass(frozen=True)
