@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from toys import make_dataset
 
 from m3d.methods import Task, make_method
 from m3d.nets import FlatNet, make_net, rehearsal
+from m3d.probes import Forward
 from m3d.runtime import Runtime
 from m3d.step import Step
 
@@ -23,6 +25,7 @@ def started(monkeypatch, tmp_path):
     commands = []
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (64 * 2**30, 80 * 2**30))
     monkeypatch.setattr(rehearsal, "Popen", lambda command, **silent: commands.append(command))
     return commands
 
@@ -47,10 +50,31 @@ def test_once_for_the_same_kernels(started, tmp_path):
 
 
 def test_nothing_is_begun_where_nothing_can_be_kept(started, monkeypatch, tmp_path):
+    """And Triton is not sent to a place that it cannot use."""
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    monkeypatch.delenv("TRITON_CACHE_DIR")
+    monkeypatch.setenv("TRITON_HOME", str(tmp_path / "file"))
+    begin()
+    assert started == [] and "TRITON_CACHE_DIR" not in os.environ
+    monkeypatch.setenv("TRITON_HOME", str(tmp_path))
+    begin()
+    assert len(started) == 1 and os.environ["TRITON_CACHE_DIR"] == str(tmp_path / ".triton" / "cache")
+    begin()
+    assert len(started) == 1
+    monkeypatch.delenv("TRITON_CACHE_DIR")  # set by the call, so not undone by itself
+
+
+def test_a_device_without_room_is_left_alone_and_a_process_that_cannot_begin_does_no_harm(started, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**30, 80 * 2**30))
     begin()
     assert started == []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (64 * 2**30, 80 * 2**30))
+
+    def fails(command, **silent):
+        raise OSError("no process")
+
+    monkeypatch.setattr(rehearsal, "Popen", fails)
+    begin(real=48)
 
 
 def test_what_it_runs_can_be_run(started):
@@ -77,3 +101,6 @@ def test_a_compiled_step_on_a_gpu_begins_it_with_its_own_sizes(monkeypatch):
     step.chunk = 3
     step._rehearse()
     assert calls == [(net, (3, 16, 16), 4, 3 * 8, 3 * 8, torch.bfloat16)]
+    step.matching = replace(step.matching, probe=Forward(maps=True))  # no kernel of ours keeps maps
+    step._rehearse()
+    assert len(calls) == 1

@@ -28,7 +28,7 @@ _LAST = 2**40  # larger than any number that orders partners
 
 
 class Images:
-    """Labelled images on the device, uint8 or float pixels in [0, 1], normalised when taken."""
+    """Labelled images on the device, uint8 or float pixels (0 black, 1 white), normalised when taken."""
 
     def __init__(self, pixels: Tensor, labels: Tensor, normalise: Normalise | None):
         """``normalise`` None: ``pixels`` are normalised already. ``labels``: [N] classes, or [N, K] probabilities."""
@@ -46,7 +46,7 @@ class Images:
         return pixels if self.normalise is None else self.normalise(pixels)
 
     def plain(self, index: Tensor) -> Tensor:
-        """Float32 pixels in [0, 1] for ``index``."""
+        """Float32 pixels for ``index``."""
         pixels = self.pixels[index]
         return pixels.float() / 255 if pixels.dtype == torch.uint8 else pixels
 

@@ -52,7 +52,7 @@ def _rows(folder: RunFolder) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for record in results:
         try:
-            row = _row(folder.path.name, record, condensed.manifest, condensed.storage)
+            row = _row(folder.path.name, record, condensed)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise M3DError(
                 f"{str(folder / RunFolder.RESULTS)!r} holds a line that is no result record: {error}"
@@ -62,10 +62,11 @@ def _rows(folder: RunFolder) -> list[dict[str, Any]]:
     return rows
 
 
-def _row(
-    name: str, record: Mapping[str, Any], manifest: Mapping[str, Any], storage: Mapping[str, int]
-) -> dict[str, Any]:
-    """One result of a run, with the cost of its condensation."""
+def _row(name: str, record: Mapping[str, Any], condensed: CondensedSet) -> dict[str, Any]:
+    """One result of a run, with the cost of its condensation unless it is of a set kept on the way."""
+    manifest, storage = condensed.manifest, condensed.storage
+    if record.get("set", condensed.fingerprint) != condensed.fingerprint:
+        manifest = {"steps": record.get("steps")}
     soft, ranking = record.get("labels", "hard") == "soft", record.get("ranking")
     several = int(record["n"]) > 1  # one network has no deviation
     last = (float(record["accuracy"]), float(record["sd"]) if several else None)

@@ -89,7 +89,9 @@ class Step(nn.Module):
 
     def _rehearse(self) -> None:
         """Let another process compile our own kernels while this one compiles the step around them."""
-        if self.runtime.device.type == "cuda" and getattr(self.net.net, "fused", False) and self.shard.ranks.leads:
+        reads_maps = getattr(self.matching.probe, "maps", True)  # which our kernels do not keep
+        fused = getattr(self.net.net, "fused", False) and not reads_maps
+        if self.runtime.device.type == "cuda" and fused and self.shard.ranks.alone:
             from m3d.nets import rehearsal
 
             real, synthetic = self.chunk * self.matching.batch_real, self.chunk * self.subset

@@ -299,7 +299,7 @@ def test_a_rehearsal_compiles_the_kernels_that_a_run_launches(data, tmp_path, mo
     script = (
         "import m3d; from toys import make_dataset; "
         "m3d.condense(make_dataset(classes=4, per_class=40, shape=(3, 16, 16)), 2, net='convnet2:width=32', steps=4, "
-        "batch_real=8, factor=2, precision='bf16')"
+        "batch_real=8, factor=2, precision='bf16', step_mode='compile')"
     )
     own = ("_gather", "_stem_forward", "_stem_backward", "_fold", "_norm_forward", "_norm_backward")
 

@@ -22,6 +22,7 @@ from m3d.grid.cells import Cell, Overrides, Source
 from m3d.grid.journal import lock
 from m3d.grid.runner import Listener
 from m3d.grid.work import Place, Watch, Workshop, together
+from m3d.report import rows_of
 from m3d.reproduce.cells import FACTS
 from m3d.reproduce.plans import PLANS
 from m3d.reproduce.records import Records
@@ -340,4 +341,11 @@ def test_a_set_is_measured_as_it_was_on_the_way(tmp_path, small_known):
         assert steps == ([8, 2, 6] if folder == "run" else [4, 1, 3])  # at the same parts of a shorter way
         assert len({records.of(c)["set"] for c in cells}) == 3
         assert len(list((tmp_path / folder / "runs").iterdir())) == 1  # one run serves all
+    for row in rows_of(
+        [next((tmp_path / "run" / "runs").iterdir())]
+    ):  # each with its own steps, the way without a cost
+        assert (row["steps"], row["seconds"] is None) in ((8, False), (2, True), (6, True))
+    few = Overrides(steps=1)
+    run(plan, plan.cells, Place(tmp_path / "few"), few)  # too few to be divided: all are the finished set
+    assert len({Records(tmp_path / "few", plan, few).of(c)["set"] for c in cells}) == 1
     assert Records(tmp_path / "run", plan, Overrides()).of(replace(cell, sources=(source,))) is not None  # the same end

@@ -129,8 +129,11 @@ class Overrides:
 
     def at(self, cell: Cell) -> int | None:
         """After how many steps the set that a cell measures was kept; None: it is the finished one."""
-        (source, *_) = cell.sources
-        return None if cell.at is None else cell.at // source.keep_every * self.source(source).keep_every
+        if cell.at is None:
+            return None
+        source, shorter = cell.sources[0], self.source(cell.sources[0])
+        at = cell.at // source.keep_every * shorter.keep_every
+        return at if at < shorter.steps else None  # where steps are too few to be divided
 
     def repeats_of(self, cell: Cell) -> int:
         return cell.repeats if self.repeats is None else min(cell.repeats, self.repeats)

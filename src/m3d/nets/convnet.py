@@ -17,6 +17,7 @@ from m3d.nets.single import wide
 from m3d.types import Seen
 
 NormName = Literal["instance", "batch", "none"]
+_COLUMNS = 2**30  # values of neighbourhoods laid out at once, at most
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
@@ -63,7 +64,7 @@ class ConvNet(Stackable):
         if self.fused and not maps and images.is_cuda:
             return self._fused(p, images, dtype)
         seen, x = [], images
-        together = maps and len(images) > 1 and _likes_large_operations(images)
+        together = maps and len(images) > 1 and _likes_large_operations(images) and self._columns(images) < _COLUMNS
         convolve = _convolve_together if together else _convolve
         for k in range(len(self.convs)):
             y = convolve(x, p[f"convs.{k}.weight"], p[f"convs.{k}.bias"], self.paddings[k], dtype)
@@ -71,6 +72,14 @@ class ConvNet(Stackable):
             seen.append(y)
             x = functional.avg_pool2d(y.flatten(0, 1), 2).unflatten(0, y.shape[:2])
         return self._classify(p, x.flatten(2), tuple(seen) if maps else ())
+
+    def _columns(self, images: Tensor) -> int:
+        """Values of the largest matrix that :func:`_convolve_together` makes of ``images`` [R, n, ch, h, w]."""
+        inputs = [int(conv.in_channels) * h * w for conv, (h, w) in zip(self._convolutions(), self.sizes, strict=False)]
+        return images.shape[0] * images.shape[1] * 9 * max(inputs)
+
+    def _convolutions(self) -> list[nn.Conv2d]:
+        return [cast(nn.Conv2d, conv) for conv in self.convs]
 
     def _normalise(self, y: Tensor, p: Mapping[str, Tensor], k: int) -> Tensor:
         """Every channel of every image (or of every network's batch) to mean 0 and variance 1, then an affine map."""

@@ -23,6 +23,7 @@ from m3d.nets.flat import FlatNet
 from m3d.rng import Purpose
 from m3d.version import __version__
 
+_ROOM = 8 * 2**30  # bytes that must be free on the device
 _started: list[Popen[bytes]] = []  # kept: Python complains of a process that is forgotten while it runs
 
 
@@ -30,25 +31,31 @@ def start(
     net: FlatNet, shape: tuple[int, int, int], classes: int, real: int, synthetic: int, dtype: torch.dtype
 ) -> Popen[bytes] | None:
     """Begin it for ``real`` and ``synthetic`` images, unless that was done before with the same cache."""
-    folder = _cache()
+    if torch.cuda.mem_get_info()[0] < _ROOM:  # it takes memory for a moment, as a step does
+        return None
     device = torch.cuda.get_device_name()
     task = [net.spec, list(shape), classes, real, synthetic, str(dtype).removeprefix("torch.")]
     digest = hashlib.sha256(json.dumps([__version__, torch.__version__, device, task]).encode()).hexdigest()[:16]
-    mark = folder / f"m3d-rehearsed-{digest}"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        mark.touch(exist_ok=False)
-    except OSError:  # done before; or nothing can be kept, and then nothing would come of it
-        return None
     command = [sys.executable, "-m", __name__, json.dumps(task)]
-    _started.append(Popen(command, stdin=DEVNULL, stdout=DEVNULL, stderr=DEVNULL))
+    try:
+        folder = _cache()
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / f"m3d-rehearsed-{digest}").open("a") as mark:
+            # PyTorch's compiler moves the cache in the middle of a run unless it is named, and it can be used.
+            os.environ.setdefault("TRITON_CACHE_DIR", str(folder))
+            if mark.tell():  # done before
+                return None
+            mark.write("begun\n")
+        _started.append(Popen(command, stdin=DEVNULL, stdout=DEVNULL, stderr=DEVNULL))
+    except (OSError, RuntimeError):  # nothing can be kept, or begun: the run does without
+        return None
     return _started[-1]
 
 
 def _cache() -> Path:
-    """Triton's cache. PyTorch's compiler moves it in the middle of a run unless it is named, so here it is."""
-    usual = Path.home() / ".triton" / "cache"
-    return Path(os.environ.setdefault("TRITON_CACHE_DIR", str(usual)))
+    """Where Triton keeps what it compiles."""
+    given, home = os.environ.get("TRITON_CACHE_DIR"), os.environ.get("TRITON_HOME")
+    return Path(given) if given else Path(home or Path.home()) / ".triton" / "cache"
 
 
 def rehearse(

@@ -39,7 +39,7 @@ class World:
         return Ranks() if self.shard is None else self.shard.ranks
 
     def images(self) -> Tensor:
-        """[C, n, ch, h, w] in [0, 1]: the synthetic images of all classes, decoded; every process must ask."""
+        """[C, n, ch, h, w]: the synthetic images of all classes, decoded, not normalised; every process must ask."""
         own = self.synthetic.pixels()
         return self.synthetic.tiles.decode(own if self.shard is None else self.shard.whole(own))
 

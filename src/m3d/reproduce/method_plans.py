@@ -23,7 +23,7 @@ class Rival:
 
 
 _QUARTERS = 4  # parts of a run that is cut short after which its set is kept
-_CUT_MTT: Options = (("experts", 20), ("steps", 2_000))
+_CUT_MTT: Options = (("bounded", False), ("experts", 20), ("steps", 2_000))
 # In the order in which they are run: cheap ones first.
 _RIVALS = (
     Rival("Random", "random", "dc"),
@@ -92,4 +92,5 @@ def _cell(rival: Rival, ipc: int, which: str, protocol: str, net: str) -> Cell:
 
 
 def _told(options: Options) -> str:
-    return ", ".join(f"{value:,} {name}" if isinstance(value, int) else f"{name} {value}" for name, value in options)
+    cut = [(name, value) for name, value in options if not isinstance(value, bool)]
+    return ", ".join(f"{value:,} {name}" if isinstance(value, int) else f"{name} {value}" for name, value in cut)
