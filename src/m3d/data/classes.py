@@ -17,7 +17,7 @@ from m3d.errors import M3DError
 from m3d.normalise import Normalise, Zca
 from m3d.wording import counted
 
-_VALUES = 2**22  # looked at together: a wider copy of a whole dataset would not fit
+_VALUES = 2**20  # looked at together: a wider copy of a whole dataset would not fit
 Statistics: TypeAlias = tuple[tuple[float, ...], tuple[float, ...]]  # mean and standard deviation of each channel
 
 
