@@ -162,7 +162,7 @@ def test_batches_made_ahead_follow_images_that_change_between_runs():
 
 @pytest.mark.parametrize(
     ("batch", "networks", "sample", "expected"),
-    [(64, 1, 2000, 32), (2000, 1, None, 2), (64, 10, None, 8), (100, 1, 100, 54), (4096, 2, None, 1)],
+    [(64, 1, 2000, 32), (1000, 1, None, 2), (64, 10, None, 4), (100, 1, 100, 27), (4096, 2, None, 1)],
 )
 def test_how_many_batches_are_made_ahead(batch, networks, sample, expected):
     """32×32 images, 2,000 of them: IDC, one large batch, ten networks of an evaluation, DC at ten images, no room."""

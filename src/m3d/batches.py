@@ -22,7 +22,7 @@ from m3d.photo import Photo
 from m3d.runtime import Repeated, Runtime
 
 _BLOCK_STEPS = 64  # draws are made for at least this many steps together
-_VALUES_AHEAD = 2**24  # of the images that are made together
+_VALUES_AHEAD = 2**23  # of the images that are made together: 32 MB, and some times that on the way
 _FEW_STEPS = 16  # of an epoch: up to here batches are made ahead for several epochs, for longer ones within each
 _LAST = 2**40  # larger than any number that orders partners
 
