@@ -19,6 +19,7 @@ from m3d.reproduce.cells import FACTS
 from m3d.reproduce.records import Place, Records
 
 WIDTH = 3.3  # inches
+_NEAR = 0.04  # of an axis: lines nearer than this have one name together
 _FONT = 7
 # Okabe and Ito's palette; series differ in marker and line too.
 _BLUE, _ORANGE, _GREEN, _RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
@@ -60,12 +61,13 @@ def methods(records: Records) -> dict[str, Figure]:
 def _against_time(found: dict[str, Place | None], seconds: dict[str, Place | None], title: str) -> Figure:
     figure, axes = _figure(2.6)
     points: dict[str, tuple[float, float]] = {}
+    levels: dict[str, float] = {}  # of what takes no time
     for key, place in found.items():
         time, accuracy = seconds[key], place.mean if place else None
         if accuracy is None:
             continue
         if time is None or time.mean is None:
-            _across(axes, key, accuracy)
+            levels[key] = accuracy
             continue
         spread = place.sd if place and place.sd else 0.0
         colour, marker = (_BLUE, "o") if key.startswith("M3D") else (_ORANGE, "s")
@@ -78,6 +80,7 @@ def _against_time(found: dict[str, Place | None], seconds: dict[str, Place | Non
     times = [x for x, _ in points.values()] or [1.0]
     axes.set_xlim(min(times) / 1.5, max(times) * 1.9)
     axes.margins(y=0.08)
+    _across(axes, levels)
     axes.set_xlabel("condensing, s", fontsize=_FONT)
     axes.set_ylabel("test accuracy, %", fontsize=_FONT)
     axes.set_title(title, fontsize=_FONT)
@@ -85,10 +88,21 @@ def _against_time(found: dict[str, Place | None], seconds: dict[str, Place | Non
     return figure
 
 
-def _across(axes: Axes, name: str, accuracy: float) -> None:
-    axes.axhline(accuracy, color="#999999", linewidth=0.7, linestyle=":")
+def _across(axes: Axes, levels: dict[str, float]) -> None:
+    """A line for each of ``levels``; those too near to each other for two names share one."""
+    for level in levels.values():
+        axes.axhline(level, color="#999999", linewidth=0.7, linestyle=":")
+    low, high = axes.get_ylim()
+    groups: list[list[str]] = []
+    for name in sorted(levels, key=lambda name: levels[name]):
+        if groups and levels[name] - levels[groups[-1][0]] < _NEAR * (high - low):
+            groups[-1].append(name)
+        else:
+            groups.append([name])
     where: Any = ("axes fraction", "data")
-    axes.annotate(name, (1, accuracy), xycoords=where, ha="right", va="bottom", fontsize=_FONT - 1.5)
+    for names in groups:
+        place = (1, levels[names[0]])
+        axes.annotate(", ".join(names), place, xycoords=where, ha="right", va="top", fontsize=_FONT - 1.5)
 
 
 def _name(figure: Figure, axes: Axes, points: dict[str, tuple[float, float]]) -> None:
