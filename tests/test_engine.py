@@ -491,8 +491,8 @@ def test_sets_are_kept_on_the_way(tmp_path):
         kept, short = m3d.CondensedSet.load(folder.kept(step)), m3d.condense(data, 1, steps=step, **settings)
         assert kept.fingerprint == short.fingerprint != whole.fingerprint
         assert kept.manifest["steps"] == step and 0 < kept.manifest["seconds"] < whole.manifest["seconds"]
-    m3d.condense(data, 1, out=folder.path, steps=2, overwrite=True, **settings)
-    assert not list(folder.path.glob("step-*"))
+    m3d.condense(data, 1, out=folder.path, steps=4, keep_every=2, overwrite=True, **settings)
+    assert [p.name for p in folder.path.glob("step-*")] == ["step-2.safetensors"]  # the last step is the set itself
 
 
 def test_a_set_half_kept_by_a_killed_run_is_swept(tmp_path):
