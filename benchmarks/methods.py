@@ -16,47 +16,22 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from speed import RESULTS, random_dataset, seconds
+from speed import RESULTS, our_step, random_dataset, seconds
 
 from m3d.data import Dataset
 from m3d.methods import METHODS, Task, make_method
-from m3d.nets import FlatNet, make_net
-from m3d.runtime import Repeated, Runtime
-from m3d.step import BLOCK, Step
+from m3d.runtime import Runtime
 
 # What is trained before the first step, as little of it as will do: it is no part of a step.
 _TRAINED_BEFORE: dict[str, dict[str, Any]] = {
     **{name: {"encoders": 2, "encoder_epochs": 1} for name in ("m3d+", "dance", "ncfm")},
     "mtt": {"experts": 1},
 }
-
-
-def whole_step(name: str, data: Dataset, ipc: int, runtime: Runtime, **options: Any) -> Callable[[], None]:
-    """One step of method ``name`` as the engine takes it, from its draws to the training of its network."""
-    method, _ = make_method(name, Task(data.name, data.shape, data.classes, ipc), options)
-    assert method.matching is not None
-    net = FlatNet(make_net(method.network, data.shape, data.classes), runtime.device)
-    pixels = method.tiles.encode(method.init(data, ipc * method.tiles.cells, 0, runtime))
-    step = Step(method, data, net, pixels, 0, runtime)
-    advance, counter = Repeated(step.advance, runtime), iter(range(10**9))
-
-    def call() -> None:
-        k = next(counter)
-        if k % BLOCK == 0:
-            step.refill(k)
-        if step.pool.due(k):
-            step.pool.draw(k)
-        step.real.bring(k)
-        advance()
-        step.pool.age(k)
-
-    return call
 
 
 def measure(name: str, data: Dataset, ipc: int, runtime: Runtime, small: bool) -> dict[str, Any]:
@@ -70,7 +45,7 @@ def measure(name: str, data: Dataset, ipc: int, runtime: Runtime, small: bool) -
         torch.cuda.reset_peak_memory_stats()
     with runtime.active():
         began = time.perf_counter()
-        call = whole_step(name, data, ipc, runtime, **options)
+        call = our_step(data, ipc, runtime, name=name, **options)
         first = seconds(call, 1 if small else 6, device)  # libraries choose, the step is recorded
         ready = time.perf_counter() - began
         times = max(1, min(500, int(most / max(min(first, seconds(call, 1, device)), 1e-4))))

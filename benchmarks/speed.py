@@ -58,12 +58,14 @@ def seconds(call: Callable[[], Any], times: int, device: str) -> float:
     return (time.perf_counter() - began) / times
 
 
-def our_step(data: Dataset, ipc: int, runtime: Runtime, chunk: int | None = None, **options: Any) -> Callable[[], None]:
-    """The engine's own step, draws and encoder refills included, as the loop runs it, ``chunk`` classes at a time."""
-    task = Task(data.name, data.shape, data.classes, ipc)
-    method, _ = make_method("m3d", task, options)
+def our_step(
+    data: Dataset, ipc: int, runtime: Runtime, chunk: int | None = None, name: str = "m3d", **options: Any
+) -> Callable[[], None]:
+    """A step of method ``name`` as the engine takes it, ``chunk`` classes at a time: from its draws and the refill of
+    its encoder to the training of the encoder, where there is some."""
+    method, _ = make_method(name, Task(data.name, data.shape, data.classes, ipc), options)
     assert method.matching is not None
-    net = FlatNet(make_net("convnet3", data.shape, data.classes), runtime.device)
+    net = FlatNet(make_net(method.network, data.shape, data.classes), runtime.device)
     pixels = method.tiles.encode(method.init(data, ipc * method.tiles.cells, 0, runtime))
     step = Step(method, data, net, pixels, 0, runtime)
     step.chunk = chunk or step.chunk
@@ -75,7 +77,9 @@ def our_step(data: Dataset, ipc: int, runtime: Runtime, chunk: int | None = None
             step.refill(k)
         if step.pool.due(k):
             step.pool.draw(k)
+        step.real.bring(k)
         advance()
+        step.pool.age(k)
 
     return call
 

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from m3d import rng
 from m3d.augment import UNIFORMS, Augment
-from m3d.batches import Images, ahead, cutmix
+from m3d.batches import Images, cutmix, steps_ahead
 from m3d.errors import M3DError
 from m3d.evaluation import PROTOCOLS, make_protocol
 from m3d.nets import FlatNet, make_net
@@ -166,8 +166,8 @@ def test_batches_made_ahead_follow_images_that_change_between_runs():
 )
 def test_how_many_batches_are_made_ahead(batch, networks, sample, expected):
     """32×32 images, 2,000 of them: IDC, one large batch, ten networks of an evaluation, DC at ten images, no room."""
-    assert ahead("cuda", batch, networks, sample, 2000, 3072) == expected
-    assert ahead("cpu", batch, networks, sample, 2000, 3072) == 1
+    assert steps_ahead("cuda", batch, networks, sample, 2000, 3072) == expected
+    assert steps_ahead("cpu", batch, networks, sample, 2000, 3072) == 1
 
 
 def test_every_image_is_seen_once_an_epoch_and_the_last_batch_is_kept():

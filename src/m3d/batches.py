@@ -101,7 +101,7 @@ class Batches:
         self.mix = torch.zeros(block, repeats, 4, device=device)
         self.partner = torch.zeros(block, repeats, self.batch, dtype=torch.long, device=device)
         # Batches made ahead: how many together, their buffers, which of them is next, and how many are left.
-        self.ahead = ahead(device.type, batch, repeats, sample, len(images), shape.numel())
+        self.ahead = steps_ahead(device.type, batch, repeats, sample, len(images), shape.numel())
         self._ready: Shown | None = None
         self._next = torch.zeros_like(self.slot)
         self._left = 0
@@ -201,7 +201,7 @@ class Batches:
         return Shown(mixed.view(shape), labels, self.images.labels[index.gather(2, partner)], share.view(shape[:2]))
 
 
-def ahead(device: str, batch: int, networks: int, sample: int | None, images: int, values: int) -> int:
+def steps_ahead(device: str, batch: int, networks: int, sample: int | None, images: int, values: int) -> int:
     """How many steps' batches are made together: as many as some room holds, and as a run of training will use."""
     if device != "cuda":
         return 1  # small operations stay in a CPU's caches
