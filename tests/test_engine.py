@@ -495,6 +495,11 @@ def test_sets_are_kept_on_the_way(tmp_path):
     assert [p.name for p in folder.path.glob("step-*")] == ["step-2.safetensors"]  # the last step is the set itself
 
 
+def test_sets_cannot_be_kept_nowhere(tiny):
+    with pytest.raises(M3DError, match="keep_every=8 needs a folder"):
+        m3d.condense(tiny, 1, net=NET, steps=20, keep_every=8)
+
+
 def test_a_set_half_kept_by_a_killed_run_is_swept(tmp_path):
     from toys import make_dataset
 

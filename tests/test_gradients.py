@@ -82,6 +82,19 @@ def test_convolutions_as_one_product_equal_a_convolution_each_and_so_do_their_de
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 
+def test_columns_that_would_not_fit_are_not_laid_out(monkeypatch):
+    module, used = sys.modules["m3d.nets.convnet"], []
+    monkeypatch.setattr(module, "_likes_large_operations", lambda x: True)
+    monkeypatch.setattr(module, "_convolve_together", lambda *a: used.append(a) or module._convolve(*a))
+    net, flat, images, labels = setting()  # 3 × 4 images; the second block's 4 maps of 4×4 are smaller than 3 of 8×8
+    columns = 3 * 4 * 9 * max(3 * 8 * 8, 4 * 4 * 4)
+    for most, together in ((columns, False), (columns + 1, True)):
+        monkeypatch.setattr(module, "_COLUMNS", most)
+        used.clear()
+        Gradient()(net, Eyes(flat), Batch(images[0].clone().requires_grad_(), labels), torch.float64)
+        assert bool(used) == together
+
+
 @pytest.mark.parametrize("moves", [False, True])
 @pytest.mark.parametrize("keep", ["matrices", "convolutions"])
 def test_gradients_of_all_classes_equal_one_class_at_a_time(keep, moves, together):

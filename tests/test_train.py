@@ -161,13 +161,13 @@ def test_batches_made_ahead_follow_images_that_change_between_runs():
 
 
 @pytest.mark.parametrize(
-    ("batch", "networks", "sample", "expected"),
-    [(64, 1, 2000, 32), (1000, 1, None, 2), (64, 10, None, 4), (100, 1, 100, 27), (4096, 2, None, 1)],
+    ("per_epoch", "images", "expected"),
+    [(32, 64, 32), (2, 1000, 2), (7, 640, 4), (1, 100, 27), (1, 10, 64), (1, 4096, 1)],
 )
-def test_how_many_batches_are_made_ahead(batch, networks, sample, expected):
-    """32×32 images, 2,000 of them: IDC, one large batch, ten networks of an evaluation, DC at ten images, no room."""
-    assert steps_ahead("cuda", batch, networks, sample, 2000, 3072) == expected
-    assert steps_ahead("cpu", batch, networks, sample, 2000, 3072) == 1
+def test_how_many_batches_are_made_ahead(per_epoch, images, expected):
+    """Of 32×32 images: IDC, large batches, ten networks of an evaluation, DC with ten images and with one, no room."""
+    assert steps_ahead(per_epoch, images * 3072, "cuda") == expected
+    assert steps_ahead(per_epoch, images * 3072, "cpu") == 1
 
 
 def test_every_image_is_seen_once_an_epoch_and_the_last_batch_is_kept():

@@ -52,9 +52,11 @@ def condense(
 
     Without ``net`` images are matched through the method's own network. With ``out`` the run is kept in that folder:
     checkpoints, history, and the condensed set at the end; with ``keep_every`` also the set as it was every so many
-    steps. Started by ``torchrun``, several processes share the
-    classes; with ``subtasks`` groups of classes are condensed one after the other.
+    steps. Started by ``torchrun``, several processes share the classes; with ``subtasks`` groups of classes are
+    condensed one after the other.
     """
+    if keep_every and out is None:
+        raise M3DError(f"keep_every={keep_every} needs a folder to keep sets in: give out")
     request: dict[str, Any] = {
         "ipc": ipc,
         "method": canonical(method),

@@ -101,7 +101,7 @@ class Batches:
         self.mix = torch.zeros(block, repeats, 4, device=device)
         self.partner = torch.zeros(block, repeats, self.batch, dtype=torch.long, device=device)
         # Batches made ahead: how many together, their buffers, which of them is next, and how many are left.
-        self.ahead = steps_ahead(device.type, batch, repeats, sample, len(images), shape.numel())
+        self.ahead = steps_ahead(self.steps_per_epoch, repeats * self.batch * shape.numel(), device.type)
         self._ready: Shown | None = None
         self._next = torch.zeros_like(self.slot)
         self._left = 0
@@ -144,8 +144,9 @@ class Batches:
         self.partner.copy_(rng.bits(self.seed, rng.Purpose.PARTNER, steps, self.lanes, self.batch))
         self.partner[k - 1 :: k, :, self.size(k - 1) :] = _LAST  # a smaller batch is mixed within itself
 
-    def forget(self, steps: int) -> bool:
-        """Before ``steps`` steps: the images may have changed, so nothing made ahead is used. Whether to make ahead."""
+    def worth_looking_ahead(self, steps: int) -> bool:
+        """Before ``steps`` steps: whether to make their batches ahead. What was made before is forgotten, for the
+        images may have changed."""
         self._left = 0
         return self.ahead > 1 and 2 * steps > self.ahead
 
@@ -201,14 +202,12 @@ class Batches:
         return Shown(mixed.view(shape), labels, self.images.labels[index.gather(2, partner)], share.view(shape[:2]))
 
 
-def steps_ahead(device: str, batch: int, networks: int, sample: int | None, images: int, values: int) -> int:
-    """How many steps' batches are made together: as many as some room holds, and as a run of training will use."""
+def steps_ahead(per_epoch: int, values: int, device: str) -> int:
+    """How many steps' batches, of ``values`` values each, are made together: as many as fit, and as will be used."""
     if device != "cuda":
         return 1  # small operations stay in a CPU's caches
-    length = sample or images
-    steps = -(-length // min(batch, length))  # of an epoch
-    room = _VALUES_AHEAD // max(1, networks * min(batch, length) * values)
-    return max(1, min(room, steps if steps > _FEW_STEPS else max(1, _BLOCK_STEPS // steps) * steps))
+    used = per_epoch if per_epoch > _FEW_STEPS else _BLOCK_STEPS // per_epoch * per_epoch
+    return max(1, min(_VALUES_AHEAD // max(1, values), used))
 
 
 def cutmix(images: Tensor, partner: Tensor, u: Tensor, probability: float) -> tuple[Tensor, Tensor]:

@@ -111,7 +111,7 @@ class Trainer:
         if self.repeats == 0:
             self.epoch = max(self.epoch, until)
         batches = self.batches
-        ahead = batches.forget((until - self.epoch) * batches.steps_per_epoch)
+        ahead = batches.worth_looking_ahead((until - self.epoch) * batches.steps_per_epoch)
         while self.epoch < until:
             self._begin_epoch()
             first = self.epoch % batches.epochs_per_block * batches.steps_per_epoch

@@ -45,8 +45,8 @@ class ConvNet(Stackable):
                 f"convnet{depth} halves an image {depth} times: {shape[1]}×{shape[2]} is too small; "
                 f"allowed: at least {2**depth}×{2**depth}, or a smaller depth"
             )
-        widths = [channels] + [width] * depth
-        self.convs = nn.ModuleList(nn.Conv2d(widths[k], width, 3, padding=self.paddings[k]) for k in range(depth))
+        self.widths = [channels] + [width] * depth  # of the image and of each block's maps
+        self.convs = nn.ModuleList(nn.Conv2d(self.widths[k], width, 3, padding=self.paddings[k]) for k in range(depth))
         kinds: dict[str, type[Affine]] = {"instance": Affine, "batch": BatchNorm}
         self.norms = nn.ModuleList(kinds[norm](width) for _ in range(depth if norm in kinds else 0))
         self.batch_norm = norm == "batch"
@@ -75,11 +75,8 @@ class ConvNet(Stackable):
 
     def _columns(self, images: Tensor) -> int:
         """Values of the largest matrix that :func:`_convolve_together` makes of ``images`` [R, n, ch, h, w]."""
-        inputs = [int(conv.in_channels) * h * w for conv, (h, w) in zip(self._convolutions(), self.sizes, strict=False)]
-        return images.shape[0] * images.shape[1] * 9 * max(inputs)
-
-    def _convolutions(self) -> list[nn.Conv2d]:
-        return [cast(nn.Conv2d, conv) for conv in self.convs]
+        maps = max(channels * h * w for channels, (h, w) in zip(self.widths, self.sizes, strict=True))
+        return images.shape[0] * images.shape[1] * 9 * maps
 
     def _normalise(self, y: Tensor, p: Mapping[str, Tensor], k: int) -> Tensor:
         """Every channel of every image (or of every network's batch) to mean 0 and variance 1, then an affine map."""
