@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 SCENES = Path(__file__).with_name("scenes.py")
 
 
 def port() -> str:
-    """A free one."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])
+    """A free one, below those that the system hands out: none of them is taken before the program listens on it."""
+    while True:
+        with socket.socket() as free, suppress(OSError):
+            free.bind(("127.0.0.1", random.SystemRandom().randrange(20_000, 30_000)))
+            return str(free.getsockname()[1])
 
 
 def start(ranks, *program, nodes=1, node=0, at=None):

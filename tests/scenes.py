@@ -103,6 +103,8 @@ def fail(folder: Path, ranks: Ranks) -> dict[str, object]:
 
 def die(folder: Path, ranks: Ranks) -> dict[str, object]:
     """The last process is gone within its second epoch."""
+    # torchrun, when it sees one process gone, ends the others; on a busy machine that would come before they notice.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     def dying(trainer: Trainer, until: int) -> None:
         if until == 2 and ranks.rank == ranks.world - 1:
