@@ -76,6 +76,25 @@ def test_the_record_is_frozen_and_its_options_are_checked(name, tiny):
         make_method(name, task, {"no_such_option": 1})
 
 
+TASKS = [
+    Task("cifar10", (3, 32, 32), 10, 1, True, 5000),
+    Task("cifar100", (3, 32, 32), 100, 50, True, 500),
+    Task("mnist", (1, 28, 28), 10, 10, False, 5421),
+    Task("photos", (3, 224, 224), 10, 100, True, 1000),
+]
+
+
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.data)
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_left_to_the_method_is_told_and_makes_the_same_record(name, task):
+    """So a manifest says which learning rate was used, and a later version's rules do not change a resumed run."""
+    method, told = make_method(name, task, {})
+    unsaid = {option for option, value in told.items() if value is None}
+    assert unsaid <= ({"batch_syn"} if name == "mtt" else set())  # MTT without mini-batches: all images
+    again, same = make_method(name, task, json.loads(json.dumps(told)))
+    assert repr(again) == repr(method) and same == told
+
+
 @pytest.mark.parametrize("name", [n for n in NAMES if METHODS.get(n).options().get("steps")])
 def test_compiled_equals_eager_without_breaks_or_recompilation(name, tiny):
     torch._dynamo.reset()  # it keeps eight versions of a function, and there are more methods

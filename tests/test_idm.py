@@ -274,7 +274,7 @@ def test_at_one_image_the_whole_class_is_read(tiny):
     step = Step(method, tiny, FlatNet(make_net(NET, tiny.shape, 3)), pixels, 0, CPU)
     step.refill(0)
     assert torch.equal(step.real_index[0].sort().values, torch.arange(12).expand(3, 12))
-    assert m3d.condense(tiny, 1, "idm", steps=1, net=NET).manifest["options"]["batch_real"] is None
+    assert m3d.condense(tiny, 1, "idm", steps=1, net=NET).manifest["options"]["batch_real"] == 12
 
 
 @pytest.mark.parametrize(("objective", "stop_at"), [("dm", 1), ("dm", 4), ("dm", 7), ("m3d", 6)])

@@ -74,6 +74,12 @@ class Augment:
         one_of = tuple(p.strip() for p in choices[0].split("|")) if choices else ()
         return cls(tuple(part for part in parts if "|" not in part), one_of)
 
+    @classmethod
+    def any_one(cls, mirror: bool = True) -> Augment:
+        """DSA's way: one of all operations each time, mirroring only where it does not change the class."""
+        full = cls(one_of=("color", "crop", "cutout", "flip", "scale", "rotate"))
+        return full if mirror else full.without("flip")
+
     def __str__(self) -> str:
         return "+".join((*self.always, *(["|".join(self.one_of)] if self.one_of else []))) or "none"
 

@@ -77,7 +77,7 @@ def dsa(*, epochs: int = 1000, batch: int = 256) -> Protocol:
         milestones=(epochs // 2 + 1,),
         gamma=0.1,
         fresh_momentum=True,
-        augment=Augment(one_of=("color", "crop", "cutout", "flip", "scale", "rotate")),
+        augment=Augment.any_one(),
     )
     return Protocol("dsa", recipe, _quarters(epochs))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,6 +71,8 @@ class Method:
     matching: Matching | None = None
     network: str = "convnet3"  # through which images are matched, where nothing else is asked for
     gpu_precision: str = "bf16"  # of its networks' convolutions on a GPU, where nothing else is asked for
+    # Options that may be left to the method, with the values they have: records name them, resumed runs keep them.
+    settled: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def steps(self) -> int:

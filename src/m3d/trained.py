@@ -53,7 +53,7 @@ def default_recipe(epochs: int) -> Recipe:
         lr=0.05,
         milestones=(epochs // 2, 3 * epochs // 4),
         gamma=0.2,
-        augment=Augment(one_of=("color", "crop", "cutout", "flip", "scale", "rotate")),
+        augment=Augment.any_one(),
     )
 
 

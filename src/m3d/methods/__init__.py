@@ -26,4 +26,5 @@ def make_method(name: str, task: Task, options: dict[str, object]) -> tuple[Meth
     """(record, every option with its value) of the method called ``name``."""
     entry = METHODS.get(name)
     resolved = entry.resolve(options)
-    return entry.build(task, **resolved), resolved
+    method = entry.build(task, **resolved)
+    return method, {key: method.settled.get(key) if value is None else value for key, value in resolved.items()}

@@ -81,6 +81,7 @@ def cafe(
             standardised=True,
             bounded=bounded,
         ),
+        settled={"augment": augment},
     )
 
 
@@ -106,8 +107,7 @@ def cafe_dsa(
 ) -> Method:
     """CAFE from real images with siamese augmentation."""
     if augment is None:
-        full = Augment(one_of=("color", "crop", "cutout", "flip", "scale", "rotate"))
-        augment = str(full if task.mirror else full.without("flip"))
+        augment = str(Augment.any_one(task.mirror))
     return cafe(
         task,
         steps=steps,

@@ -60,11 +60,12 @@ def dance(
         lr = (0.1 if large else 0.01) * size_rate(task.shape) * task.ipc
     if encoder_epochs is None:
         encoder_epochs = 80 if large else 60
-    batch = default_batch(task.shape) if encoder_batch is None else encoder_batch
-    recipe = encoder_recipe(encoder_epochs, batch, encoder_lr)
+    encoder_batch = default_batch(task.shape) if encoder_batch is None else encoder_batch
+    factor = default_factor(task.shape) if factor is None else factor
+    recipe = encoder_recipe(encoder_epochs, encoder_batch, encoder_lr)
     return Method(
         init=make_init(init),
-        tiles=Tiles(default_factor(task.shape) if factor is None else factor),
+        tiles=Tiles(factor),
         matching=Matching(
             steps=steps,
             pool=Pretrained(recipe, encoders, mix_low, mix_high, ipm),
@@ -76,4 +77,5 @@ def dance(
             batch_syn_max=batch_syn_max,
             diverged_at=100.0,  # the size of the loss depends on the encoder of the moment
         ),
+        settled={"lr": lr, "factor": factor, "encoder_epochs": encoder_epochs, "encoder_batch": encoder_batch},
     )

@@ -52,11 +52,7 @@ def datadam(
 ) -> Method:
     """Match where random batch-norm networks look in each class's images, and the mean representation."""
     side = min(task.shape[1:])
-    operations = Augment(one_of=("color", "crop", "cutout", "flip", "scale", "rotate"))
-    if augment is not None:
-        operations = Augment.parse(augment)
-    elif not task.mirror:
-        operations = operations.without("flip")
+    operations = Augment.any_one(task.mirror) if augment is None else Augment.parse(augment)
     if lr is None:
         lr = 10.0 if task.ipc > 50 else 1.0
     if balance is None:
@@ -78,4 +74,5 @@ def datadam(
             standardised=True,
             bounded=bounded,
         ),
+        settled={"lr": lr, "balance": balance, "augment": str(operations)},
     )

@@ -50,13 +50,15 @@ def dc(
 ) -> Method:
     """Match the gradients that real and synthetic images give a network trained on the synthetic ones."""
     known_outer, known_inner = loops(task.ipc)
-    outer, inner = outer or known_outer, inner or known_inner
+    outer = known_outer if outer is None else outer
+    inner = known_inner if inner is None else inner
+    steps = 1000 * outer if steps is None else steps
     operations = Augment.parse(augment)
     return Method(
         init=make_init(init),
         tiles=Tiles(factor),
         matching=Matching(
-            steps=1000 * outer if steps is None else steps,
+            steps=steps,
             pool=TrainedOnSynthetic(every=outer, epochs=inner, augment=operations),
             objective=CosineRows(),
             player=Descent(lr=lr, momentum=momentum),
@@ -67,6 +69,7 @@ def dc(
             standardised=True,
             bounded=bounded,
         ),
+        settled={"steps": steps, "outer": outer, "inner": inner, "augment": augment},
     )
 
 
@@ -85,8 +88,7 @@ def dsa(
 ) -> Method:
     """DC from real images with siamese augmentation."""
     if augment is None:
-        full = Augment(one_of=("color", "crop", "cutout", "flip", "scale", "rotate"))
-        augment = str(full if task.mirror else full.without("flip"))
+        augment = str(Augment.any_one(task.mirror))
     return dc(
         task,
         steps=steps,

@@ -50,11 +50,7 @@ def dm(
     third: float = 1.0,
 ) -> Method:
     """Match the mean representation of each class under random encoders."""
-    operations = Augment(one_of=("color", "crop", "cutout", "flip", "scale", "rotate"))
-    if augment is not None:
-        operations = Augment.parse(augment)
-    elif not task.mirror:
-        operations = operations.without("flip")
+    operations = Augment.any_one(task.mirror) if augment is None else Augment.parse(augment)
     if lr is None:
         lr = 25.0 * task.ipc if objective == "m3d" else 10.0 if task.ipc >= 100 else 1.0
     return Method(
@@ -71,6 +67,7 @@ def dm(
             standardised=True,
             bounded=bounded,
         ),
+        settled={"lr": lr, "augment": str(operations)},
     )
 
 

@@ -61,6 +61,7 @@ def idc(
             batch_syn_max=batch_syn_max,
             diverged_at=1e6,  # gradients of a fresh and of a trained network differ by orders of magnitude
         ),
+        settled={"lr": lr, "train_images": train_images},
     )
 
 

@@ -31,7 +31,7 @@ Departures:
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from m3d.augment import Augment
 from m3d.guides import CrossEntropy
@@ -107,11 +107,10 @@ def idm(
 ) -> Method:
     """Match mean representations under networks trained on real images, which must recognise the synthetic ones."""
     known = published(task)
-    operations = Augment(one_of=("color", "crop", "cutout", "flip", "scale", "rotate"))
-    if augment is not None:
-        operations = Augment.parse(augment)
-    elif not task.mirror:
-        operations = operations.without("flip")
+    given: dict[str, Any] = {"ce_weight": ce_weight, "push_every": push_every, "queue": queue}
+    given |= {"train_steps": train_steps, "recount": recount, "batch_real": batch_real}
+    known = known._replace(**{name: value for name, value in given.items() if value is not None})
+    operations = Augment.any_one(task.mirror) if augment is None else Augment.parse(augment)
     loss: Objective[Seen] = m3d_weight * MMD(Gaussian()) if objective == "m3d" else MMD(Linear())
     return Method(
         init=make_init(init),
@@ -121,21 +120,22 @@ def idm(
             steps=steps,
             pool=Queue(
                 recipe=Recipe(epochs=1, batch=256, lr=0.01),
-                every=known.push_every if push_every is None else push_every,
-                capacity=known.queue if queue is None else queue,
-                train_steps=known.train_steps if train_steps is None else train_steps,
-                recount=known.recount if recount is None else recount,
+                every=known.push_every,
+                capacity=known.queue,
+                train_steps=known.train_steps,
+                recount=known.recount,
             ),
             objective=loss,
-            guide=CrossEntropy(known.ce_weight if ce_weight is None else ce_weight),
+            guide=CrossEntropy(known.ce_weight),
             player=Descent(lr=class_by_class(lr, momentum, task.classes)),
             augment=operations,
-            batch_real=known.batch_real if batch_real is None else batch_real,
+            batch_real=known.batch_real,
             batch_syn_max=batch_syn_max,
             standardised=True,
             bounded=bounded,
             diverged_at=1e6,  # the cross-entropy counts for nothing before the networks have learned, and much later on
         ),
+        settled={**known._asdict(), "augment": str(operations)},
     )
 
 

@@ -67,9 +67,10 @@ def m3d(
         if chosen.rate is None:
             raise M3DError(f"kernel {kernel!r} has no default learning rate; give one with --lr")
         lr = chosen.rate * size_rate(task.shape) * task.ipc
+    factor = default_factor(task.shape) if factor is None else factor
     return Method(
         init=make_init(init),
-        tiles=Tiles(default_factor(task.shape) if factor is None else factor, upsample=upsample),
+        tiles=Tiles(factor, upsample=upsample),
         matching=Matching(
             steps=steps,
             pool=Fresh(every=ipm),
@@ -80,4 +81,5 @@ def m3d(
             batch_syn_max=batch_syn_max,
             average_from=average_from,
         ),
+        settled={"lr": lr, "factor": factor},
     )

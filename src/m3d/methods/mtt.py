@@ -46,14 +46,14 @@ class _Published(NamedTuple):
 
 
 _CIFAR10 = {
-    1: _Published(50, 2, 2, 100, 1e-7, 0.01),
-    10: _Published(30, 2, 20, 100, 1e-5, 0.001),
-    50: _Published(30, 2, 40, 1000, 1e-5, 0.001),
+    1: _Published(50, 2, 2, 100.0, 1e-7, 0.01),
+    10: _Published(30, 2, 20, 100.0, 1e-5, 0.001),
+    50: _Published(30, 2, 40, 1000.0, 1e-5, 0.001),
 }
 _CIFAR100 = {
-    1: _Published(20, 3, 20, 1000, 1e-5, 0.01),
-    10: _Published(20, 2, 20, 1000, 1e-5, 0.01),
-    50: _Published(80, 2, 40, 1000, 1e-5, 0.01, 125),
+    1: _Published(20, 3, 20, 1000.0, 1e-5, 0.01),
+    10: _Published(20, 2, 20, 1000.0, 1e-5, 0.01),
+    50: _Published(80, 2, 40, 1000.0, 1e-5, 0.01, 125),
 }
 # Pixels of all mini-batches of a step up to which their graphs are kept. ConvNet-3 in float32 keeps 2.4 KB for each on
 # a CPU (measured), which makes 10 GB; CUDA's path keeps more.
@@ -92,8 +92,7 @@ def mtt(
     given: dict[str, Any] = {"syn_steps": syn_steps, "span": span, "max_start": max_start, "lr": lr, "lr_lr": lr_lr}
     given |= {"lr_teacher": lr_teacher, "batch_syn": batch_syn}
     known = known._replace(**{name: value for name, value in given.items() if value is not None})
-    full = Augment(one_of=("color", "crop", "cutout", "flip", "scale", "rotate"))
-    operations = (full if task.mirror else full.without("flip")) if augment is None else Augment.parse(augment)
+    operations = Augment.any_one(task.mirror) if augment is None else Augment.parse(augment)
     lessons = Lessons(known.syn_steps, known.batch_syn)
     decoded = task.ipc * tiles.cells
     if recompute is None:
@@ -119,5 +118,6 @@ def mtt(
             standardised=True,
             bounded=bounded,
         ),
+        settled={**known._asdict(), "augment": str(operations), "recompute": recompute},
         gpu_precision="tf32",  # a student's 20 to 80 steps are differentiated as one: bf16's errors would add up
     )

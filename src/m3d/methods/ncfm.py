@@ -57,11 +57,12 @@ def ncfm(
 ) -> Method:
     """Match characteristic functions of representations, under encoders between random and trained ones."""
     climber = AdamW(lr_sampler, ascent=True)
-    batch = default_batch(task.shape) if encoder_batch is None else encoder_batch
-    recipe = encoder_recipe(encoder_epochs, batch, encoder_lr)
+    encoder_batch = default_batch(task.shape) if encoder_batch is None else encoder_batch
+    factor = default_factor(task.shape) if factor is None else factor
+    recipe = encoder_recipe(encoder_epochs, encoder_batch, encoder_lr)
     return Method(
         init=make_init(init),
-        tiles=Tiles(default_factor(task.shape) if factor is None else factor),
+        tiles=Tiles(factor),
         matching=Matching(
             steps=steps,
             pool=Pretrained(recipe, encoders, mix_low, mix_high, ipm),
@@ -73,4 +74,5 @@ def ncfm(
             batch_syn_max=batch_syn_max,
             diverged_at=100.0,  # the size of the loss depends on the encoder of the moment
         ),
+        settled={"factor": factor, "encoder_batch": encoder_batch},
     )

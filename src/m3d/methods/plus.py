@@ -77,21 +77,23 @@ def plus(
     if not 0 <= ce_ramp <= 1:
         raise M3DError(f"ce_ramp={ce_ramp} is not valid; allowed: a part of the steps, from 0 to 1")
     found = _ONE_IMAGE if task.ipc == 1 else _MORE_IMAGES
-    weight = found.ce_weight / _rate(chosen, kernel, "ce_weight") if ce_weight is None else ce_weight
+    if ce_weight is None:
+        ce_weight = found.ce_weight / _rate(chosen, kernel, "ce_weight")
     if lr is None:
         lr = _rate(chosen, kernel, "lr") * size_rate(task.shape) * task.ipc
     loss: Objective[Seen] = LayersMMD(chosen, layers, layer_weight) if layers else MMD(chosen)
-    batch = default_batch(task.shape) if encoder_batch is None else encoder_batch
-    recipe = encoder_recipe(encoder_epochs, batch, encoder_lr)
+    encoder_batch = default_batch(task.shape) if encoder_batch is None else encoder_batch
+    factor = _factor(task.shape, found) if factor is None else factor
+    recipe = encoder_recipe(encoder_epochs, encoder_batch, encoder_lr)
     return Method(
         init=make_init(init),
-        tiles=Tiles(_factor(task.shape, found) if factor is None else factor, upsample=upsample),
+        tiles=Tiles(factor, upsample=upsample),
         matching=Matching(
             steps=steps,
             pool=Pretrained(recipe, encoders, mix_low, mix_high, ipm, round(ce_ramp * steps)),
             objective=loss,
             probe=Forward(maps=layers > 0),
-            guide=CrossEntropy(weight) if weight else None,
+            guide=CrossEntropy(ce_weight) if ce_weight else None,
             player=Descent(lr, momentum, milestones(steps) if decay != 1 else (), decay),
             augment=Augment.parse(augment),
             batch_real=batch_real,
@@ -99,6 +101,7 @@ def plus(
             diverged_at=100.0,  # the size of the loss depends on the encoder of the moment
             average_from=average_from,
         ),
+        settled={"lr": lr, "factor": factor, "ce_weight": ce_weight, "encoder_batch": encoder_batch},
     )
 
 

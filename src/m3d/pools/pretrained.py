@@ -23,8 +23,7 @@ from m3d.types import Eyes
 
 def encoder_recipe(epochs: int, batch: int = 512, lr: float = 0.05) -> Recipe:
     """SGD whose rate falls linearly to 0, one augmentation of the full list per batch."""
-    operations = Augment(one_of=("color", "crop", "cutout", "flip", "scale", "rotate"))
-    return Recipe(epochs, batch, lr, schedule="linear", augment=operations)
+    return Recipe(epochs, batch, lr, schedule="linear", augment=Augment.any_one())
 
 
 def default_batch(shape: tuple[int, int, int]) -> int:
