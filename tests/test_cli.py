@@ -66,6 +66,23 @@ def test_condense_evaluate_show_export(capsys, finished, tmp_path):
         assert code == 0 and (finished / name).exists()
 
 
+def test_a_set_kept_on_the_way_has_pictures_and_exports_of_its_own(capsys, tmp_path):
+    folder = tmp_path / "run"
+    code, _, _ = run(capsys, "condense", "digits", *FAST, "--keep-every", 2, "--out", folder)
+    kept = folder / "step-2.safetensors"
+    assert code == 0 and kept.exists()
+    for run_or_set, ending in ((folder, ""), (kept, "-step-2")):
+        for words, name in (
+            (["show"], f"images{ending}.png"),
+            (["export", "--to", "imagefolder"], f"imagefolder{ending}"),
+            (["export", "--to", "npz"], f"condensed{ending}.npz"),
+        ):
+            code, out, _ = run(capsys, *words, run_or_set)
+            assert code == 0 and Path(out.strip()) == folder / name and (folder / name).exists()
+    last, early = (np.load(folder / f"condensed{ending}.npz")["images"] for ending in ("", "-step-2"))
+    assert not np.array_equal(last, early)
+
+
 def test_several_networks_in_one_call(capsys, finished):
     fast = ["--epochs", 1, "--repeats", 1, "--nets"]
     code, out, _ = run(capsys, "evaluate", finished, *fast, "convnet1, convnet2", "--json")
@@ -173,15 +190,6 @@ def test_the_best_set_on_held_out_data_is_named(capsys, tmp_path):
     code, out, _ = run(capsys, "condense", "digits", *FAST, *judged)
     scores = CondensedSet.load(tmp_path / "run").manifest["validation"]
     assert code == 0 and f"{max(score for _, score in scores):.2f} %" in out and str(RunFolder.BEST) in out
-
-
-def test_a_run_keeps_the_defaults_it_began_with(tmp_path):
-    """A later version may have others; the run goes on under those of its beginning."""
-    import m3d
-
-    made = m3d.condense("digits", 1, out=tmp_path / "run", steps=2, batch_real=4, net="convnet2:width=8")
-    assert RunFolder(tmp_path / "run").request()["options"] == made.manifest["options"]
-    assert made.manifest["options"]["average_from"] == 0.8
 
 
 def test_default_folder_overwrite_and_resume(capsys, tmp_path, monkeypatch):

@@ -24,6 +24,7 @@ from m3d.store import RunFolder
 
 log = logging.getLogger(__name__)
 _REPORT_SECONDS = 0.5
+_RECENT = 8  # steps whose mean loss tells whether a run diverges
 _SATURATED = 0.97  # share of pixels at the ends of their range that no image has by itself
 
 
@@ -220,9 +221,12 @@ class _Run:
         first = len(self.losses) % BLOCK
         own = self.state.losses[first : first + new].cpu()  # [new, c]; a flush is all that waits for the device
         block = self.shard.whole(own.mT.contiguous()).mT.contiguous()  # [new, C]
-        self._check(block)
+        self._check_numbers(block)
         self.losses += block.mean(1).tolist()
-        self._check_pixels()
+        # At set steps, not whenever there is a flush: on a slow machine as on a fast one a run ends or goes on alike.
+        if self.step % BLOCK == 0 or self.step == self.matching.steps:
+            self._check_course(block)
+            self._check_pixels()
         now = time.perf_counter()
         if self.watch.report is not None:
             rate = (self.step - self._last_step) / max(now - self._last_report, 1e-9)
@@ -230,24 +234,29 @@ class _Run:
             self.watch.report(Progress(self.step, self.matching.steps, self.losses[-1], self.seconds, rate, judged))
         self._last_report, self._last_step = now, self.step
 
-    def _check(self, block: Tensor) -> None:
-        """Stop on NaN, infinity or divergence, naming the step and the class."""
-        names, first = self.data.class_names[self.shard.run.start : self.shard.run.stop], len(self.losses)
+    def _check_numbers(self, block: Tensor) -> None:
+        """Stop on NaN or infinity, naming the step and the class."""
         broken = (~torch.isfinite(block)).nonzero()
         if len(broken):
             step, c = broken[0].tolist()
             raise M3DError(
-                f"step {first + step}: the loss of class {names[c]!r} is {block[step, c].item()}; "
-                f"try a smaller --lr or --precision fp32"
+                f"step {len(self.losses) + step}: the loss of class {self._class_names[c]!r} is "
+                f"{block[step, c].item()}; try a smaller --lr or --precision fp32"
             )
-        start = self.losses[0] if self.losses else block[0].mean().item()
-        recent = block[-8:].mean().item()
+
+    def _check_course(self, block: Tensor) -> None:
+        """Stop where the loss rises far above its first value, naming the class that rose most."""
+        start, recent = self.losses[0], sum(self.losses[-_RECENT:]) / len(self.losses[-_RECENT:])
         if recent > self.matching.diverged_at * max(start, 1e-12):
-            worst = int(block.mean(0).argmax())
+            worst = int(block[-_RECENT:].mean(0).argmax())
             raise M3DError(
-                f"step {first + len(block)}: the loss rose from {start:.3g} to {recent:.3g}, most in class "
-                f"{names[worst]!r}; the run diverges, try a smaller --lr"
+                f"step {self.step}: the loss rose from {start:.3g} to {recent:.3g}, most in class "
+                f"{self._class_names[worst]!r}; the run diverges, try a smaller --lr"
             )
+
+    @property
+    def _class_names(self) -> tuple[str, ...]:
+        return self.data.class_names[self.shard.run.start : self.shard.run.stop]
 
     def _check_pixels(self) -> None:
         """A bounded loss cannot show divergence; images that are all black and white do."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -16,9 +16,6 @@ from m3d.cli.options import (
 from m3d.errors import M3DError, unknown
 from m3d.terminal import progress_bar
 from m3d.wording import counted
-
-if TYPE_CHECKING:
-    pass
 
 
 @app.command(epilog=examples("m3d show runs/cifar10-10", "m3d show runs/cifar10-10 --decoded --out decoded.png"))
@@ -39,7 +36,7 @@ def show(
     if most < 1 or classes < 1:
         raise M3DError(f"--most {most} --classes {classes}: allowed are 1 and more")
     home = run if run.is_dir() else run.parent
-    target = out or home / ("loss.png" if history else "images.png")
+    target = out or home / ("loss.png" if history else f"{_named('images', run)}.png")
     picture_format(target)
     figure = loss_curve(RunFolder(home)) if history else grid(CondensedSet.load(run), decoded, most, classes)
     save_figure(figure, target)
@@ -55,15 +52,22 @@ def show(
 def export(
     run: Annotated[Path, typer.Argument(help="Run folder or condensed.safetensors.")],
     to: Annotated[str, typer.Option(help="imagefolder, npz or pt.")],
-    out: Annotated[Path | None, typer.Option(help="Where to; default RUN/imagefolder or RUN/condensed.FORMAT.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Where to; default beside the set: imagefolder or condensed.FORMAT.")
+    ] = None,
 ) -> None:
     """Write the images a network trains on in a format other tools read."""
     from m3d.export import export as write
     from m3d.store import CondensedSet
 
     home = run if run.is_dir() else run.parent
-    default = home / ("imagefolder" if to == "imagefolder" else f"condensed.{to}")
+    default = home / (_named("imagefolder", run) if to == "imagefolder" else f"{_named('condensed', run)}.{to}")
     typer.echo(str(write(CondensedSet.load(run), to, out or default)))
+
+
+def _named(what: str, run: Path) -> str:
+    """``what``, with the name of the set where it is not the run's last one (best, step-1000)."""
+    return what if run.is_dir() or run.stem == "condensed" else f"{what}-{run.stem}"
 
 
 @app.command(
