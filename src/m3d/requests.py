@@ -30,6 +30,7 @@ _RECIPE: dict[str, tuple[type, ...]] = {
     "source": (str,),
     "data_root": (str,),
     "size": (int,),
+    "test_fraction": (int, float),
     "val_fraction": (int, float),
     "split_seed": (int,),
     "zca": (bool,),
@@ -52,6 +53,14 @@ def checked_request(folder: RunFolder) -> dict[str, Any]:
         if key in request and type(request[key]) not in kinds:
             raise M3DError(f"{where}: {key}={request[key]!r} is of the wrong type")
     return request
+
+
+def checked_part(recipe: Mapping[str, Any], key: str, where: str) -> Any:
+    """One part of a dataset's recipe, of the right type; None where it has none."""
+    value = recipe.get(key)
+    if value is not None and type(value) not in _RECIPE[key]:
+        raise M3DError(f"{where}: the data's {key}={value!r} is not valid")
+    return value
 
 
 def load_recipe(recipe: Mapping[str, Any], where: str, **instead: Any) -> Dataset:

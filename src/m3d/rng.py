@@ -35,6 +35,7 @@ class Purpose(IntEnum):
     PARTNER = 10  # who is mixed with whom
     CLASSIFIER = 11  # initial weights of the networks trained for evaluation: never those of an encoder
     TEACHER = 12  # initial weights of networks trained on the real data
+    TEST_SPLIT = 13  # part of data without test images that is kept back as such
     QUERY = 15  # real images that an encoder's accuracy is measured on
     QUEUE = 16  # which networks of a queue serve a step and which learn after it
     EXPERT = 20  # initial weights of experts, whose training is recorded

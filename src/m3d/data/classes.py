@@ -144,22 +144,11 @@ class ClassData:
 
     def split(self, fraction: float, seed: int) -> tuple[ClassData, ClassData]:
         """(rest, held out): a stratified part of ``fraction`` of every class, at least one image each side."""
-        held = (self.count * fraction).round().long().clamp(min=1)
-        if bool((held >= self.count).any()):
-            least = int(self.count.min())
-            raise M3DError(
-                f"val_fraction={fraction}: the smallest class has {counted(least, 'images')}, "
-                "too few to hold out a part"
-            )
-        keep, away = [], []
-        for c in range(self.classes):
-            lane, size = torch.tensor([c]), self.count[c : c + 1].cpu()
-            position = torch.arange(int(size))[None, None]
-            order = rng.shuffled(seed, rng.Purpose.SPLIT, position, lane, size).flatten() + int(self.start[c])
-            away.append(order[: held[c]].sort().values)
-            keep.append(order[held[c] :].sort().values)
-        index = [torch.cat(part).to(self.device) for part in (keep, away)]
-        return self.part(index[0], self.count - held), self.part(index[1], held)
+        (keep, kept), (away, held) = stratified(
+            self.count.cpu(), fraction, seed, rng.Purpose.SPLIT, f"val_fraction={fraction}"
+        )
+        here = self.device
+        return self.part(keep.to(here), kept.to(here)), self.part(away.to(here), held.to(here))
 
     @cached_property
     def fingerprint(self) -> str:
@@ -218,6 +207,28 @@ class Dataset:
             return self
         rest, held = self.train.split(fraction, seed)
         return replace(self, train=rest, val=held)
+
+
+def stratified(
+    count: Tensor, fraction: float, seed: int, purpose: rng.Purpose, name: str
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """(rest, held out) of images sorted by class, ``count`` [C] of each: which ones, and how many of each class.
+
+    Held out is ``fraction`` of every class, at least one image on each side; ``name`` says what asked for it.
+    """
+    held = (count * fraction).round().long().clamp(min=1)
+    if bool((held >= count).any()):
+        least = int(count.min())
+        raise M3DError(f"{name}: the smallest class has {counted(least, 'images')}, too few to hold out a part")
+    keep, away, start = [], [], 0
+    for c in range(len(count)):
+        lane, size = torch.tensor([c]), count[c : c + 1]
+        position = torch.arange(int(size))[None, None]
+        order = rng.shuffled(seed, purpose, position, lane, size).flatten() + start
+        away.append(order[: held[c]].sort().values)
+        keep.append(order[held[c] :].sort().values)
+        start += int(size)
+    return (torch.cat(keep), count - held), (torch.cat(away), held)
 
 
 def channel_statistics(images: Tensor | Iterable[Tensor]) -> Statistics:

@@ -14,12 +14,15 @@ from PIL import Image
 
 from m3d.data.classes import ClassData
 from m3d.data.ingest import Handling, read
+from m3d.data.keep_back import KeepBack
 from m3d.decode import Encoded, fit
 from m3d.errors import M3DError
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 _TEST_FOLDERS = ("test", "val", "valid", "validation")  # the first that exists is the test split
 _LAYOUT = "expected: train/CLASS/*.png and test/CLASS/*.png (or val, valid, validation; any image format)"
+
+_OR_KEEP_BACK = ", or CLASS/*.png with --test-fraction 0.2, which keeps back a part of each class to test on"
 
 
 class FolderFiles:
@@ -66,18 +69,29 @@ class FolderFiles:
 
 
 def read_folder(
-    root: Path, size: int | None, classes: Sequence[str] | None = None, handling: Handling | None = None
+    root: Path,
+    size: int | None,
+    classes: Sequence[str] | None = None,
+    handling: Handling | None = None,
+    keep_back: KeepBack | None = None,
 ) -> tuple[ClassData, ClassData, tuple[str, ...]]:
     """(train, test, class names) of an image folder; class names are the sorted names of the folders in ``train``.
 
     With ``classes`` only those folders are read, in that order; the others are not even listed.
+    ``keep_back`` makes the test split of a folder that has none, of its ``train`` or of the class folders themselves.
     Images have one channel if all training images are greyscale, else three; see :func:`m3d.decode.decode`.
     """
     first = classes[0] if classes else ""  # a folder without it, as ILSVRC's unlabelled test, is not the test split
     test_root = next((root / name for name in _TEST_FOLDERS if (root / name / first).is_dir()), None)
+    if keep_back is not None:
+        if test_root is not None:
+            raise keep_back.refuse(str(root))
+        base = root / "train" if (root / "train").is_dir() else root
+        names = _class_names(base, classes)
+        return *read(*keep_back.of(FolderFiles(base, names)), size, handling or Handling()), names
     if not (root / "train").is_dir() or test_root is None:
         missing = "train" if test_root is not None else "test" if (root / "train").is_dir() else "train or test"
-        raise M3DError(f"{root}: has no {missing} folder; {_LAYOUT}")
+        raise M3DError(f"{root}: has no {missing} folder; {_LAYOUT}{_OR_KEEP_BACK}")
     names, test_names = _class_names(root / "train", classes), _class_names(test_root, classes)
     if set(names) != set(test_names):
         missing = ", ".join(sorted(set(names) - set(test_names))) or "none"

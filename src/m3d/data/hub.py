@@ -11,6 +11,7 @@ import numpy as np
 
 from m3d.data.classes import ClassData
 from m3d.data.ingest import Handling, read
+from m3d.data.keep_back import KeepBack
 from m3d.decode import Encoded
 from m3d.errors import M3DError
 
@@ -63,8 +64,11 @@ class HubImages:
         return hashlib.sha256(f"{self.where} {self._fingerprint} {len(self)}".encode()).hexdigest()
 
 
-def read_hub(source: str, size: int | None, handling: Handling) -> tuple[ClassData, ClassData, tuple[str, ...]]:
-    """(train, test, class names) of ``hf:NAME`` or of a saved folder; validation stands in for a missing test split."""
+def read_hub(
+    source: str, size: int | None, handling: Handling, keep_back: KeepBack | None = None
+) -> tuple[ClassData, ClassData, tuple[str, ...]]:
+    """(train, test, class names) of ``hf:NAME`` or of a saved folder; validation stands in for a missing test split,
+    or ``keep_back`` makes one of the training images."""
     try:
         import datasets
     except ImportError:
@@ -77,8 +81,15 @@ def read_hub(source: str, size: int | None, handling: Handling) -> tuple[ClassDa
     except Exception as error:  # whatever its readers, the network or a wrong name make it raise
         raise M3DError(f"{source}: cannot be loaded ({type(error).__name__}: {error})") from error
     test_name = next((name for name in _TEST_SPLITS if name in splits), None)
+    if keep_back is not None and "train" in splits:
+        if test_name is not None:
+            raise keep_back.refuse(source)
+        whole = HubImages(splits["train"], f"{source}/train")
+        return *read(*keep_back.of(whole), size, handling), whole.class_names
     if "train" not in splits or test_name is None:
-        raise M3DError(f"{source}: has the splits {', '.join(splits)}; needed: train, and test or validation")
+        raise M3DError(
+            f"{source}: has the splits {', '.join(splits)}; needed: train, and test or validation (or --test-fraction)"
+        )
     train, test = (HubImages(splits[name], f"{source}/{name}") for name in ("train", test_name))
     if train.class_names != test.class_names:
         raise M3DError(f"{source}: the classes of train and {test_name} differ")

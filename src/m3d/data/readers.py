@@ -234,23 +234,34 @@ def _mat_array(body: memoryview, order: str) -> dict[str, np.ndarray]:
 _NPZ_KEYS = ("x_train", "y_train", "x_test", "y_test")
 
 
-def read_npz(path: Path) -> Arrays:
-    """An .npz with x_train, y_train, x_test, y_test (images NHWC or NHW) and, if it likes, class_names."""
+def read_npz(path: Path, test: bool = True) -> Arrays:
+    """An .npz with x_train, y_train, x_test, y_test (images NHWC or NHW) and, if it likes, class_names.
+
+    Without ``test`` it may lack x_test and y_test, and the test split is then empty.
+    """
     found, parts = read_arrays(path, (*_NPZ_KEYS, "class_names"))
-    if not set(_NPZ_KEYS) <= set(found):
-        raise M3DError(f"{path}: found the keys {', '.join(found) or 'none'}; needed: {', '.join(_NPZ_KEYS)}")
-    x_train, x_test = (_images(parts[key], f"{path}: {key}") for key in ("x_train", "x_test"))
-    y_train, y_test = (_labels(parts[key], f"{path}: {key}") for key in ("y_train", "y_test"))
+    missing = [key for key in _NPZ_KEYS if key not in found]
+    no_test = missing == ["x_test", "y_test"]
+    if missing and (test or not no_test):
+        instead = "; or --test-fraction 0.2, which keeps back a part of each class to test on" if no_test else ""
+        needed = ", ".join(_NPZ_KEYS)
+        raise M3DError(f"{path}: found the keys {', '.join(found) or 'none'}; needed: {needed}{instead}")
+    names = _names(parts.get("class_names"), f"{path}: class_names")
+    x_train, y_train = _images(parts["x_train"], f"{path}: x_train"), _labels(parts["y_train"], f"{path}: y_train")
+    if no_test:
+        return Arrays(x_train, y_train, x_train[:0], y_train[:0], names)
+    x_test, y_test = _images(parts["x_test"], f"{path}: x_test"), _labels(parts["y_test"], f"{path}: y_test")
     if x_train.shape[1:] != x_test.shape[1:]:
         raise M3DError(f"{path}: x_train has images {x_train.shape[1:]} and x_test {x_test.shape[1:]}; they must agree")
-    return Arrays(x_train, y_train, x_test, y_test, _names(parts.get("class_names"), f"{path}: class_names"))
+    return Arrays(x_train, y_train, x_test, y_test, names)
 
 
 def _images(x: np.ndarray, where: str) -> np.ndarray:
     """Images as uint8 [N, h, w, ch]; floats are accepted if they are all within [0, 1]."""
     x = x[..., None] if x.ndim == 3 else x
     if x.ndim != 4 or x.shape[3] not in (1, 3) or 0 in x.shape:
-        raise M3DError(f"{where} has the shape {list(x.shape)}; allowed: [N, h, w], [N, h, w, 1] or [N, h, w, 3]")
+        hint = " (channels come last: x.transpose(0, 2, 3, 1))" if x.ndim == 4 and x.shape[1] in (1, 3) else ""
+        raise M3DError(f"{where} has the shape {list(x.shape)}; allowed: [N, h, w], [N, h, w, 1] or [N, h, w, 3]{hint}")
     if x.dtype == np.uint8:
         return x
     if not np.issubdtype(x.dtype, np.floating):
@@ -272,7 +283,9 @@ def _labels(y: np.ndarray, where: str) -> np.ndarray:
     """Labels as int64 [N]."""
     y = y[:, 0] if y.ndim == 2 and y.shape[1] == 1 else y
     if y.ndim != 1 or not np.issubdtype(y.dtype, np.integer):
-        raise M3DError(f"{where} is {y.dtype} {list(y.shape)}; allowed: whole numbers [N]")
+        raise M3DError(
+            f"{where} is {y.dtype} {list(y.shape)}; allowed: whole numbers [N] from 0, their names in class_names"
+        )
     # A stray huge label would otherwise mean billions of empty classes.
     if len(y) and not 0 <= y.min() <= y.max() < len(y):
         raise M3DError(f"{where} runs from {y.min()} to {y.max()}; allowed: 0 to the number of classes less 1")

@@ -13,10 +13,15 @@ import numpy as np
 from m3d.data import folder, hub, imagenet, official, readers
 from m3d.data.classes import ClassData, Dataset
 from m3d.data.ingest import Handling
+from m3d.data.keep_back import KeepBack
 from m3d.data.official import Record
 from m3d.data.readers import Arrays
 from m3d.errors import M3DError, unknown
 from m3d.normalise import Zca
+
+
+class NotThere(M3DError):
+    """There is no file or folder at that path."""
 
 
 def load_data(
@@ -24,6 +29,7 @@ def load_data(
     *,
     data_root: str | Path | None = None,
     size: int | None = None,
+    test_fraction: float = 0.0,
     val_fraction: float = 0.0,
     split_seed: int = 0,
     zca: bool = False,
@@ -37,9 +43,10 @@ def load_data(
     A name wins over a file of that name (write ``./cifar10`` for the file); a ``Path`` is always a path. The files of a
     named dataset are looked for below ``data_root`` (or ``$M3D_DATA``, or ``~/.cache/m3d``) and, if they are not
     there, downloaded to it (not those of ImageNet, which must be there). ``size`` brings images to ``size``×``size``.
-    Mean and deviation are those of the whole training split, whether or not a part of it is then held out for
-    validation. With ``zca`` networks see images whitened by that split's covariance (:class:`m3d.normalise.Zca`);
-    pixels stay as they are.
+    Data without a test split of their own (``photos/CLASS/*.jpg``) get one by ``test_fraction``: that part of every
+    class is kept back. Mean and deviation are those of the whole training split, whether or not a part of it is then
+    held out for validation. With ``zca`` networks see images whitened by that split's covariance
+    (:class:`m3d.normalise.Zca`); pixels stay as they are.
 
     Encoded images that cannot be read are an error, or left out and named in a report (``on_bad_image="skip"``). Those
     that would fill the memory are decoded into a file once and stay on the disk (``resident``: auto, yes or no);
@@ -57,8 +64,12 @@ def load_data(
         recipe["data_root"] = str(Path(data_root).expanduser().resolve())
     if size is not None:
         recipe["size"] = size
-    if val_fraction:
-        recipe |= {"val_fraction": val_fraction, "split_seed": split_seed}
+    recipe |= {k: v for k, v in (("test_fraction", test_fraction), ("val_fraction", val_fraction)) if v}
+    if test_fraction or val_fraction:
+        recipe["split_seed"] = split_seed
+    keep_back = KeepBack(test_fraction, split_seed) if test_fraction else None
+    if keep_back is not None and name:
+        raise keep_back.refuse(name)
     recipe |= {k: v for k, v, usual in _choices(handling) if v != usual}
     root = Path(data_root or os.environ.get("M3D_DATA") or "~/.cache/m3d").expanduser()
     if subset:
@@ -67,9 +78,9 @@ def load_data(
         arrays = official.read(record, root, download=download)
         dataset = _from_arrays(arrays, record, record.name, size, recipe)
     elif from_hub:
-        dataset = _from_hub(recipe["source"], size, recipe, handling)
+        dataset = _from_hub(recipe["source"], size, recipe, handling, keep_back)
     else:
-        dataset = _from_path(Path(recipe["source"]), size, recipe, handling)
+        dataset = _from_path(Path(recipe["source"]), size, recipe, handling, keep_back)
     dataset = replace(dataset, resident=resident)
     if zca:
         whitening = Zca(dataset.train.images, dataset.mean, dataset.std)
@@ -97,7 +108,7 @@ def _existing(source: str | Path) -> Path:
         raise M3DError(
             f"{unknown('dataset', str(source), dataset_names())} A path must exist, and {str(source)!r} does not."
         )
-    raise M3DError(f"{path}: no such file or folder; a dataset name is one of {', '.join(dataset_names())}")
+    raise NotThere(f"{path}: no such file or folder; a dataset name is one of {', '.join(dataset_names())}")
 
 
 def _from_imagenet(name: str, root: Path, size: int | None, recipe: dict[str, Any], handling: Handling) -> Dataset:
@@ -107,24 +118,30 @@ def _from_imagenet(name: str, root: Path, size: int | None, recipe: dict[str, An
     return Dataset(name, train, test, names, imagenet.MEAN, imagenet.STD, recipe=recipe)
 
 
-def _from_hub(source: str, size: int | None, recipe: dict[str, Any], handling: Handling) -> Dataset:
+def _from_hub(
+    source: str, size: int | None, recipe: dict[str, Any], handling: Handling, keep_back: KeepBack | None
+) -> Dataset:
     """A Hugging Face dataset, from the hub or from a folder that ``save_to_disk`` wrote."""
-    train, test, names = hub.read_hub(source, size, handling)
+    train, test, names = hub.read_hub(source, size, handling, keep_back)
     mean, std = train.statistics()
     return Dataset(Path(source.removeprefix(hub.PREFIX)).name, train, test, names, mean, std, recipe=recipe)
 
 
-def _from_path(path: Path, size: int | None, recipe: dict[str, Any], handling: Handling) -> Dataset:
+def _from_path(
+    path: Path, size: int | None, recipe: dict[str, Any], handling: Handling, keep_back: KeepBack | None
+) -> Dataset:
     """The dataset in an image folder or an .npz file."""
     if hub.is_saved(path):
-        return _from_hub(str(path), size, recipe, handling)
+        return _from_hub(str(path), size, recipe, handling, keep_back)
     if path.is_dir():
-        train, test, names = folder.read_folder(path, size, handling=handling)
+        train, test, names = folder.read_folder(path, size, handling=handling, keep_back=keep_back)
         mean, std = train.statistics()
         return Dataset(path.name, train, test, names, mean, std, recipe=recipe)
     if path.suffix.lower() != ".npz":
         raise M3DError(f"{path}: is neither a folder of images nor an .npz file")
-    arrays, record = readers.read_npz(path), official.find(path.stem)
+    arrays, record = readers.read_npz(path, test=keep_back is None), official.find(path.stem)
+    if keep_back is not None:
+        arrays = keep_back.of_arrays(arrays, str(path))
     return _from_arrays(arrays, record, record.name if record else path.stem, size, recipe, where=str(path))
 
 
