@@ -47,7 +47,7 @@ ALLOWED = {
     "m3d.train": {"m3d.augment", "m3d.batches", "m3d.nets", "m3d.photo", "m3d.runtime"},
     "m3d.store": {"m3d.files", "m3d.normalise", "m3d.synth"},
     "m3d.pictures": {"m3d.files", "m3d.store"},
-    "m3d.report": {"m3d.store"},
+    "m3d.report": {"m3d.evaluation", "m3d.store"},
     "m3d.export": {"m3d.files", "m3d.store"},
     "m3d.evaluation": {
         "m3d.augment", "m3d.batches", "m3d.data", "m3d.files", "m3d.nets", "m3d.photo", "m3d.runtime", "m3d.saver",

@@ -92,3 +92,22 @@ def test_pixels_outside_their_range_are_kept_by_numbers_and_cut_off_in_pictures(
     assert canvas.min() == 0 and canvas.max() == 1
     sheet = np.asarray(_sheet(wild.images[None, :2]))
     assert sheet.shape == (8, 16) and np.abs(sheet[:, :8] / 255 - wild.images[0, 0].clamp(0, 1).numpy()).max() < 1 / 255
+
+
+def test_names_that_no_font_can_draw_are_said_once(tmp_path, caplog, recwarn, monkeypatch):
+    from m3d import pictures
+
+    names = ["\u84dd", "\u7ea2", "cat"]  # two Chinese characters
+    monkeypatch.setattr(pictures, "_wide_fonts", lambda: ())
+    pictures.save_figure(pictures.mosaic_figure(torch.rand(3, 4, 1, 8, 8), names, "three"), tmp_path / "a.png")
+    assert [r.getMessage() for r in caplog.records if r.name == "m3d.pictures"] == [
+        "some letters of the names are drawn as boxes: no installed font has them"
+    ]
+    assert not [w for w in recwarn if "Glyph" in str(w.message)]
+    caplog.clear()
+    plain = pictures.mosaic_figure(torch.rand(3, 4, 1, 8, 8), ["a", "b", "ü"], "three")
+    pictures.save_figure(plain, tmp_path / "b.png")
+    assert not [r for r in caplog.records if r.name == "m3d.pictures"]
+    monkeypatch.setattr(pictures, "_wide_fonts", lambda: ("STIXGeneral",))
+    (axes,) = pictures.mosaic_figure(torch.rand(3, 4, 1, 8, 8), names, "three").axes
+    assert axes.get_yticklabels()[0].get_fontfamily() == ["sans-serif", "STIXGeneral"]

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import shutil
 
 import pytest
 from PIL import Image
@@ -10,13 +11,13 @@ from PIL import Image
 from m3d.cli import main
 from m3d.errors import M3DError
 from m3d.report import COLUMNS, RANKING_COLUMNS, SOFT_COLUMNS, bar_chart, rows_of, table
+from m3d.store import RunFolder
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     import m3d
     from m3d.evaluation import make_protocol
-    from m3d.store import RunFolder
 
     folder = tmp_path_factory.mktemp("runs")
     paths = []
@@ -111,3 +112,41 @@ def test_a_repeated_evaluation_stands_there_once_and_one_network_has_no_deviatio
     assert " ± " in table(rows[:1]) and " ± " not in table(rows[1:])
     assert list(csv.DictReader(io.StringIO(table(rows, "csv"))))[1]["last_sd"] == ""
     bar_chart(rows)
+
+
+def test_the_whole_data_stand_beside_their_condensed_sets(runs, tmp_path, capsys):
+    """The upper bound: it has no set, so nothing was condensed and nothing is stored."""
+    whole = tmp_path / "whole"
+    few = ["--net", "convnet1:width=2", "--epochs", "1", "--repeats", "2", "--out", str(whole)]
+    with pytest.raises(SystemExit) as stop:
+        main(["evaluate", "--full", "digits", *few])
+    assert stop.value.code == 0
+    rows = rows_of([*runs, whole])
+    assert [row["method"] for row in rows] == ["m3d", "random", "whole"]
+    assert rows[2]["ipc"] is None and rows[2]["steps"] is None and rows[2]["pixel_bytes"] is None
+    assert rows[2]["last"][0] > 0 and len(table(rows).splitlines()) == 4
+    bar_chart(rows)
+    with pytest.raises(M3DError, match=r"condensed\.safetensors"):
+        rows_of([copied(runs[0], tmp_path / "broken", without="condensed.safetensors")])
+
+
+def test_what_makes_results_incomparable_is_named(runs, tmp_path):
+    folder = RunFolder(copied(runs[0], tmp_path / "run"))
+    (record,) = folder.results()
+    for change in ({"batch": 7}, {"epochs": 3}, {"name": "another"}):
+        folder.add_result({**record, "protocol": {**record["protocol"], **change}})
+    folder.add_result({**record, "data": {**record["data"], "split": "val"}})
+    assert [row["protocol"] for row in rows_of([folder.path])] == [
+        "quick/2",
+        "quick/2, batch 7",
+        "quick/3",
+        "another/2",
+        "quick/2 on val",
+    ]
+
+
+def copied(run, target, without=""):
+    shutil.copytree(run, target)
+    if without:
+        (target / without).unlink()
+    return target

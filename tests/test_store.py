@@ -241,3 +241,28 @@ def test_resume_refuses_changed_data(tiny_file, tmp_path):
     (out / RunFolder.RUN).write_text("{}")
     with pytest.raises(M3DError, match="incomplete"):
         m3d.resume(out)
+
+
+def test_a_set_describes_itself_in_a_line(condensed):
+    assert repr(condensed) == "CondensedSet(tiny by m3d: 3 classes × 2 images [3, 8, 8], factor 2, hard labels)"
+
+
+def test_data_of_other_classes_are_told_apart(condensed):
+    condensed.require(["cat", "dog", "über"], (3, 8, 8), "tiny")
+    with pytest.raises(M3DError, match=r"3 classes \(cat, dog, über\) of \[3, 8, 8\] images, pets has 4 classes"):
+        condensed.require(["cat", "dog", "über", "eel"], (3, 8, 8), "pets")
+    with pytest.raises(M3DError, match=r"pets has 3 classes \(a, b, c\) of \[3, 8, 8\] images; they must be the same"):
+        condensed.require(["a", "b", "c"], (3, 8, 8), "pets")
+
+
+def test_a_new_run_removes_what_was_made_of_the_old_one(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.begin({})
+    made = ["images.png", "images-best.png", "images-step-20.png", "condensed-step-20.npz", "condensed-best.pt"]
+    mine = ["images-mine.png", "notes.txt"]
+    for name in (*made, *mine):
+        (tmp_path / name).touch()
+    for name in ("imagefolder", "imagefolder-best", "imagefolder-step-20"):
+        (tmp_path / name / "cat").mkdir(parents=True)
+    folder.begin({}, overwrite=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [*mine, RunFolder.RUN]

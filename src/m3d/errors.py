@@ -29,5 +29,5 @@ def unknown(kind: str, name: str, allowed: Iterable[str], listed_by: str = "") -
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     if listed_by and len(names) > 50:
-        return M3DError(f"unknown {kind} {name!r}.{hint} {listed_by} lists all {len(names)}.")
+        return M3DError(f"unknown {kind} {name!r}.{hint} {listed_by} lists them all.")
     return M3DError(f"unknown {kind} {name!r}.{hint} Allowed: {', '.join(names) or 'none at all'}.")

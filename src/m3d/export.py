@@ -22,15 +22,21 @@ from m3d.store import CondensedSet
 
 log = logging.getLogger(__name__)
 FORMATS = ("imagefolder", "npz", "pt")
+_MANIFEST = "manifest.json"  # of an exported folder
 
 
-def export(condensed: CondensedSet, target: str, path: str | Path) -> Path:
-    """Write the decoded images (what a network trains on) as ``imagefolder``, ``npz`` or ``pt``; returns the path."""
+def export(condensed: CondensedSet, target: str, path: str | Path, overwrite: bool = False) -> Path:
+    """Write the decoded images (what a network trains on) as ``imagefolder``, ``npz`` or ``pt``; returns the path.
+
+    With ``overwrite`` an earlier export of that kind is replaced.
+    """
     if target not in FORMATS:
         raise unknown("export format", target, FORMATS)
     destination = Path(path)
-    if destination.exists():
-        raise M3DError(f"{str(destination)!r} exists; choose another --out")
+    if destination.exists() and not overwrite:
+        raise M3DError(f"{str(destination)!r} exists; choose another --out, or pass --overwrite")
+    if destination.exists() and not _earlier_export(destination, target):
+        raise M3DError(f"{str(destination)!r} is not an earlier export to {target}, which alone --overwrite replaces")
     images, labels = condensed.hard().decoded()
     if target == "imagefolder":
         if not condensed.bounded:
@@ -41,6 +47,11 @@ def export(condensed: CondensedSet, target: str, path: str | Path) -> Path:
     else:
         _pt(condensed, images, labels, destination)
     return destination
+
+
+def _earlier_export(destination: Path, target: str) -> bool:
+    """Whether a folder of this kind lies there, or a file where one is written."""
+    return (destination / _MANIFEST).is_file() if target == "imagefolder" else destination.is_file()
 
 
 def _image_folder(condensed: CondensedSet, images: Tensor, labels: Tensor, destination: Path) -> None:
@@ -65,9 +76,11 @@ def _image_folder(condensed: CondensedSet, images: Tensor, labels: Tensor, desti
             counts[name] += 1
         if condensed.soft is not None:
             write_bytes(workplace / "soft_labels.csv", _soft_rows(names, written, condensed.soft).encode())
-        write_json(workplace / "manifest.json", dict(condensed.manifest))
+        write_json(workplace / _MANIFEST, dict(condensed.manifest))
         workplace.chmod(0o755)
         sync_tree(workplace)
+        if destination.exists():
+            shutil.rmtree(destination)
         workplace.rename(destination)
         sync_folder(destination.parent)
     except OSError as error:

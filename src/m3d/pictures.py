@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import io
+import logging
 import textwrap
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 from matplotlib import rc_context
 from matplotlib.figure import Figure
+from matplotlib.font_manager import get_font_names
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -19,7 +24,23 @@ from m3d.limits import plain_file
 from m3d.store import CondensedSet, RunFolder
 from m3d.wording import counted
 
+log = logging.getLogger(__name__)
 FORMATS = ("png", "svg", "pdf")
+# Fonts with many scripts, asked after the usual one where they are installed.
+_WIDE = (
+    "Noto Sans CJK SC",
+    "Noto Sans CJK JP",
+    "WenQuanYi Zen Hei",
+    "PingFang SC",
+    "Microsoft YaHei",
+    "Arial Unicode MS",
+)
+
+
+@cache
+def _wide_fonts() -> tuple[str, ...]:
+    installed = set(get_font_names())
+    return tuple(name for name in _WIDE if name in installed)
 
 
 def picture_format(path: Path) -> str:
@@ -36,9 +57,23 @@ def save_figure(figure: Figure, path: Path, dpi: int = 160, tight: bool = True) 
     # Dates, and identifiers drawn at random, are left out.
     dateless = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}[kind]
     buffer = io.BytesIO()
-    with rc_context({"svg.hashsalt": "m3d"}):
+    with rc_context({"svg.hashsalt": "m3d"}), _letters_without_a_font():
         figure.savefig(buffer, format=kind, dpi=dpi, bbox_inches="tight" if tight else None, metadata=dateless)
     write_bytes(path, buffer.getvalue())
+
+
+@contextmanager
+def _letters_without_a_font() -> Iterator[None]:
+    """Say once, in a sentence, that a name has letters which no font here can draw."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    missing = [w for w in caught if "missing from font" in str(w.message)]
+    if missing:
+        log.warning("some letters of the names are drawn as boxes: no installed font has them")
+    for other in caught:
+        if other not in missing:
+            warnings.warn_explicit(other.message, other.category, other.filename, other.lineno)
 
 
 def grid(condensed: CondensedSet, decoded: bool = False, most: int = 10, classes: int = 20) -> Figure:
@@ -51,7 +86,7 @@ def grid(condensed: CondensedSet, decoded: bool = False, most: int = 10, classes
     shown = images.unflatten(0, (len(names), per_class))[:rows, :columns]
     title = (
         f"{condensed.manifest['data'].get('name', '')} condensed by {condensed.manifest['method']}: "
-        f"{condensed.manifest['ipc']} per class"
+        f"{condensed.manifest['ipc']} per class" + (f", decoded to {per_class}" if decoded else "")
     )
     if condensed.soft is not None:
         sizes = {k: f"{v / 1024:.1f} KiB" for k, v in condensed.storage.items()}
@@ -83,6 +118,8 @@ def mosaic_figure(images: Tensor, names: Sequence[str], title: str) -> Figure:
     else:
         axes.set_xticks([])
         axes.set_yticks([r * (h + gap) + h / 2 - 0.5 for r in range(rows)], names, fontsize=9)
+    for label in (*axes.get_xticklabels(), *axes.get_yticklabels()):
+        label.set_fontfamily(["sans-serif", *_wide_fonts()])
     axes.tick_params(length=0)
     for spine in axes.spines.values():
         spine.set_visible(False)

@@ -12,6 +12,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from m3d.errors import M3DError, unknown
+from m3d.evaluation import PROTOCOLS, make_protocol
 from m3d.store import CondensedSet, RunFolder
 
 log = logging.getLogger(__name__)
@@ -32,7 +33,7 @@ def rows_of(runs: Sequence[str | Path]) -> list[dict[str, Any]]:
     """
     rows, empty = [], []
     for folder in map(RunFolder, runs):
-        if folder.path.is_dir() and not (folder.finished and folder.results()):
+        if folder.path.is_dir() and not folder.results():
             empty.append(folder)
         else:
             rows += _rows(folder)
@@ -45,8 +46,9 @@ def rows_of(runs: Sequence[str | Path]) -> list[dict[str, Any]]:
 
 def _rows(folder: RunFolder) -> list[dict[str, Any]]:
     """The results of one run; an evaluation that was repeated to the same end stands there once."""
-    condensed = CondensedSet.load(folder.path)
     results = folder.results()
+    of_whole_data = results and not folder.finished and all(r.get("method") == "whole" for r in results)
+    condensed = None if of_whole_data else CondensedSet.load(folder.path)
     if not results:
         raise M3DError(f"{str(folder.path)!r} has no result yet; make one with: m3d evaluate {folder.path}")
     rows: list[dict[str, Any]] = []
@@ -62,11 +64,15 @@ def _rows(folder: RunFolder) -> list[dict[str, Any]]:
     return rows
 
 
-def _row(name: str, record: Mapping[str, Any], condensed: CondensedSet) -> dict[str, Any]:
-    """One result of a run, with the cost of its condensation unless it is of a set kept on the way."""
-    manifest, storage = condensed.manifest, condensed.storage
-    if record.get("set", condensed.fingerprint) != condensed.fingerprint:
+def _row(name: str, record: Mapping[str, Any], condensed: CondensedSet | None) -> dict[str, Any]:
+    """One result of a run, with the cost of its condensation unless it is of a set kept on the way; or of training on
+    the whole data, where there is no set."""
+    manifest: Mapping[str, Any] = {} if condensed is None else condensed.manifest
+    storage = {"pixels": None, "labels": None} if condensed is None else condensed.storage
+    if condensed is not None and record.get("set", condensed.fingerprint) != condensed.fingerprint:
         manifest = {"steps": record.get("steps")}
+    if "kept_as" in record:
+        name = f"{name}/{Path(record['kept_as']).stem}"
     soft, ranking = record.get("labels", "hard") == "soft", record.get("ranking")
     several = int(record["n"]) > 1  # one network has no deviation
     last = (float(record["accuracy"]), float(record["sd"]) if several else None)
@@ -107,9 +113,12 @@ def _seconds(manifest: Mapping[str, Any], soft: bool) -> float | None:
 
 
 def _rules(record: Mapping[str, Any]) -> str:
-    """The protocol with what makes results incomparable: its epochs, and the split if it is not the test data."""
-    split = record["data"]["split"]
-    return f"{record['protocol']['name']}/{record['protocol']['epochs']}" + ("" if split == "test" else f" on {split}")
+    """The protocol with what makes results incomparable: its epochs, a batch of its own, a split that is not test."""
+    rules, split = record["protocol"], record["data"]["split"]
+    known = rules["name"] in PROTOCOLS.names() and "batch" in rules
+    usual = not known or make_protocol(rules["name"]).recipe.batch == rules["batch"]
+    batch = "" if usual else f", batch {rules['batch']}"
+    return f"{rules['name']}/{rules['epochs']}{batch}" + ("" if split == "test" else f" on {split}")
 
 
 def table(rows: Sequence[dict[str, Any]], form: str = "text") -> str:

@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -62,6 +62,11 @@ class CondensedSet:
     manifest: Mapping[str, Any]
     soft: Tensor | None = None  # [C·ipc·factor², K] float32: each decoded image's class probabilities, if it has any
 
+    def __repr__(self) -> str:
+        made = f"{self.manifest.get('data', {}).get('name')} by {self.manifest.get('method')}"
+        images = f"{len(self.class_names)} classes × {self.manifest.get('ipc')} images {list(self.images.shape[1:])}"
+        return f"CondensedSet({made}: {images}, factor {self.manifest.get('factor')}, {self.label_kind} labels)"
+
     @property
     def label_kind(self) -> str:
         """``hard`` or ``soft``: what networks are taught with the images."""
@@ -83,8 +88,8 @@ class CondensedSet:
         names = list(class_names)
         if self.images.shape[1:] != shape or self.class_names != names:
             raise M3DError(
-                f"the set holds {len(self.class_names)} classes of {list(self.images.shape[1:])} images, "
-                f"{name} has {len(names)} classes of {list(shape)}; they must be the same"
+                f"the set holds {_described(self.class_names, self.images.shape[1:])}, "
+                f"{name} has {_described(names, shape)}; they must be the same"
             )
 
     def hard(self) -> CondensedSet:
@@ -284,12 +289,12 @@ class RunFolder:
 
     def _clear(self) -> None:
         """Remove all that an earlier run left here, its pictures and exports too: they would not show the new set."""
-        made = ("images.png", "loss.png", "condensed.npz", "condensed.pt")
-        found = (path for pattern in ("evaluation-*", "step-*.safetensors") for path in self.path.glob(pattern))
-        for path in (*(self / name for name in (*self._KNOWN, *made)), *found):
-            path.unlink(missing_ok=True)
+        made = ["loss.png", "evaluation-*", "step-*.safetensors"]
+        for of_set in ("", "-best", "-step-*"):
+            made += [f"images{of_set}.png", f"condensed{of_set}.npz", f"condensed{of_set}.pt", f"imagefolder{of_set}"]
+        for path in (*(self / name for name in self._KNOWN), *(p for name in made for p in self.path.glob(name))):
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
         self.drop_checkpoints()
-        shutil.rmtree(self / "imagefolder", ignore_errors=True)
 
     def subtask(self, number: int, of: int) -> RunFolder:
         """Where part ``number`` (from 0) of a run that is made in ``of`` parts keeps its checkpoints."""
@@ -348,6 +353,12 @@ class RunFolder:
             return [parse_json(line, f"a line of {str(file)!r}") for line in file.read_bytes().splitlines()]
         except OSError as error:
             raise M3DError(f"cannot read {str(file)!r}: {error.strerror or error}") from error
+
+
+def _described(names: Sequence[str], shape: Sequence[int]) -> str:
+    """How many classes, which, and of what images."""
+    some = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+    return f"{len(names)} classes ({some}) of {list(shape)} images"
 
 
 def _manifest(metadata: Mapping[str, str], file: Path) -> dict[str, Any]:
