@@ -2,6 +2,8 @@
 
 import json
 import os
+import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -37,6 +39,7 @@ def finished(capsys, tmp_path):
     folder = tmp_path / "run"
     code, out, _ = run(capsys, "condense", "digits", "--ipc", 2, *FAST, "--out", folder)
     assert code == 0 and "10 classes × 2 images, 3 steps" in out and f"m3d show {folder}" in out
+    assert f"m3d evaluate {folder} --net convnet2:width=8\n" in out
     return folder
 
 
@@ -64,6 +67,42 @@ def test_condense_evaluate_show_export(capsys, finished, tmp_path):
     for target, name in (("imagefolder", "imagefolder"), ("npz", "condensed.npz"), ("pt", "condensed.pt")):
         code, out, _ = run(capsys, "export", finished, "--to", target)
         assert code == 0 and (finished / name).exists()
+        assert "pass --overwrite" in fails(capsys, "export", finished, "--to", target)
+        if target == "imagefolder":
+            (finished / name / "stale.png").touch()
+        assert run(capsys, "export", finished, "--to", target, "--overwrite")[0] == 0
+        assert not (finished / name / "stale.png").exists()
+    (tmp_path / "mine").mkdir()
+    for target in ("imagefolder", "npz"):
+        told = fails(capsys, "export", finished, "--to", target, "--overwrite", "--out", tmp_path / "mine")
+        assert f"is not an earlier export to {target}" in told and (tmp_path / "mine").is_dir()
+
+
+def test_results_of_any_set_of_a_run_are_written_down(capsys, tmp_path):
+    folder, few = tmp_path / "run", ["--net", "convnet1:width=2", "--epochs", 1, "--repeats", 1]
+    judged = ["--val-fraction", 0.2, "--eval-every", 2, "--keep-every", 1, "--out", folder]
+    assert run(capsys, "condense", "digits", *FAST, *judged)[0] == 0
+    sets = {"": folder, "condensed": folder / "condensed.safetensors", "best": folder / "best.safetensors"}
+    sets["step-1"] = folder / "step-1.safetensors"
+    for path in sets.values():
+        code, _, err = run(capsys, "evaluate", path, *few)
+        assert code == 0 and "not written down" not in err
+    records = RunFolder(folder).results()
+    assert [r.get("kept_as") for r in records] == [None, None, "best.safetensors", "step-1.safetensors"]
+    assert [r["set"] for r in records] == [CondensedSet.load(path).fingerprint for path in sets.values()]
+    code, out, _ = run(capsys, "compare", folder, "--json")
+    assert code == 0 and [row["run"] for row in json.loads(out)] == ["run", "run/best", "run/step-1"]
+    best = CondensedSet.load(folder / "best.safetensors").manifest
+    losses = (folder / RunFolder.HISTORY).read_text().splitlines()[1:]
+    assert best["steps"] == 2 and best["loss"] == pytest.approx(float(losses[1].split(",")[1]), rel=1e-6)
+    elsewhere = tmp_path / "elsewhere.safetensors"
+    elsewhere.write_bytes((folder / "best.safetensors").read_bytes())
+    code, out, err = run(capsys, "evaluate", elsewhere, *few)
+    assert code == 0 and "last epoch" in out and "elsewhere.safetensors' lies in no run folder" in err
+    label = ["--teacher", "convnet1:width=2", "--teachers", 1, "--epochs", 1]
+    assert run(capsys, "relabel", folder / "best.safetensors", *label)[0] == 0
+    assert run(capsys, "relabel", folder, *label)[0] == 0
+    assert (tmp_path / "run-best-soft").is_dir() and (tmp_path / "run-soft").is_dir()
 
 
 def test_a_set_kept_on_the_way_has_pictures_and_exports_of_its_own(capsys, tmp_path):
@@ -85,6 +124,10 @@ def test_a_set_kept_on_the_way_has_pictures_and_exports_of_its_own(capsys, tmp_p
 
 def test_several_networks_in_one_call(capsys, finished):
     fast = ["--epochs", 1, "--repeats", 1, "--nets"]
+    wide = "convnet1:width=2,norm=batch"
+    code, out, _ = run(capsys, "evaluate", finished, *fast, f"{wide},convnet1", "--json")
+    assert code == 0 and [r["net"] for r in json.loads(out)] == [wide, "convnet1"]
+    (finished / RunFolder.RESULTS).unlink()
     code, out, _ = run(capsys, "evaluate", finished, *fast, "convnet1, convnet2", "--json")
     assert code == 0 and [r["net"] for r in json.loads(out)] == ["convnet1", "convnet2"]
     assert [r["net"] for r in RunFolder(finished).results()] == ["convnet1", "convnet2"]
@@ -479,6 +522,27 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path):
 
 
 @pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
+@pytest.mark.parametrize("begun", [True, False])
+def test_ctrl_c_before_the_first_step_says_what_is_there(capsys, tmp_path, monkeypatch, begun):
+    """Once run.json is written the run can be continued; before, nothing is there."""
+    where = "m3d.prepare.Prepared.go" if begun else "m3d.prepare.prepare"
+    with monkeypatch.context() as patch:
+        patch.setattr(where, lambda *_, **__: signal.raise_signal(signal.SIGINT))
+        if not begun:
+            patch.setattr("m3d.api.prepare", lambda *_, **__: signal.raise_signal(signal.SIGINT))
+        code, out, err = run(capsys, "condense", "digits", *FAST, "--out", tmp_path / "run")
+    assert code == 130 and out == ""
+    hint = f"; continue with: m3d condense --resume {tmp_path / 'run'}" if begun else ""
+    assert err == f"m3d: interrupted{hint}\n"
+    if begun:
+        assert run(capsys, "condense", "--resume", tmp_path / "run")[0] == 0
+
+
+def test_ctrl_c_in_any_command_is_said(capsys, monkeypatch):
+    monkeypatch.setattr("m3d.listing.overview", lambda *_: signal.raise_signal(signal.SIGINT))
+    assert run(capsys, "list", "methods") == (130, "", "m3d: interrupted\n")
+
+
 def test_ctrl_c_during_an_import_ends_at_once(tmp_path):
     """An exception raised there may be swallowed by the library, and the command would go on."""
     (tmp_path / "slow.py").write_text(
@@ -487,6 +551,28 @@ def test_ctrl_c_during_an_import_ends_at_once(tmp_path):
     words = [sys.executable, "-m", "m3d", "--plugin", str(tmp_path / "slow.py"), "list", "methods"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "m3d: interrupted\n")
+
+
+def test_a_recorded_command_can_be_typed_again_and_a_resumed_set_names_the_first(capsys, tmp_path, monkeypatch):
+    folder = tmp_path / "a run"
+    words = ["m3d", "condense", "digits", *FAST, "--out", str(folder)]
+    monkeypatch.setattr(sys, "argv", words)
+    assert run(capsys, *words[1:])[0] == 0
+    assert shlex.split(CondensedSet.load(folder).manifest["command"]) == words
+    assert "begun_by" not in CondensedSet.load(folder).manifest
+    (folder / RunFolder.CONDENSED).unlink()
+    again = ["m3d", "condense", "--resume", str(folder)]
+    monkeypatch.setattr(sys, "argv", again)
+    assert run(capsys, *again[1:])[0] == 0
+    manifest = CondensedSet.load(folder).manifest
+    assert shlex.split(manifest["command"]) == again and shlex.split(manifest["begun_by"]) == words
+
+
+def test_list_alone_names_what_can_be_listed(capsys):
+    code, out, _ = run(capsys, "list")
+    assert code == 0 and "m3d list methods" in out.splitlines() and len(out.splitlines()) == 6
+    for line in out.splitlines():
+        assert run(capsys, *line.split()[1:])[0] == 0
 
 
 def test_an_option_set_twice_is_refused(capsys, tmp_path):
@@ -513,7 +599,6 @@ def test_unreadable_images_can_be_left_out_by_every_command_that_reads_a_folder(
     assert run(capsys, "evaluate", whole, "--data", photos, *skip, *fast, "--net", net)[0] == 0
     assert run(capsys, "sweep", photos, *skip, "--val-fraction", 0.5, "--dry-run")[0] == 0
     label = ["--teacher", net, "--teachers", 1, "--epochs", 1]
-    assert "with --size" in fails(capsys, "relabel", whole, "--data", photos, *label, "--on-bad-image", "skip")
     assert run(capsys, "relabel", whole, "--data", photos, *label, *skip)[0] == 0
     assert "--resume" not in fails(capsys, "relabel", whole, "--data", photos, *label, *skip)  # it is finished
     for option in (["--size", 8], ["--on-bad-image", "skip"]):

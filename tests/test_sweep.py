@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 
 import m3d
+from m3d.arguments import numbers, values
 from m3d.cli import main
 from m3d.errors import M3DError
 from m3d.evaluation import evaluate
 from m3d.grid.cells import Cell, Overrides, Source, cell_digest, set_name
 from m3d.grid.journal import Journal
 from m3d.grid.where import Where
-from m3d.sweep import Setting, load_options, numbers, rank, table, values
+from m3d.sweep import Setting, load_options, rank, table
 
 NET = "convnet2:width=8"
 GRID = ["--ipc", "1", "--set", "lr=1,2", "--set", "steps=3", "--set", "batch_real=4", "--seeds", "0,1", "--net", NET]
@@ -243,3 +244,13 @@ def test_where_needs_nothing_by_default():
     assert Where().local and not Where("ray:10.0.0.1:6379").local
     with pytest.raises(M3DError, match="unknown --on 'local:2'"):
         Where("local:2")
+
+
+def test_of_several_methods_each_takes_the_options_it_has(capsys, tiny_file, tmp_path):
+    """A random selection, which has no learning rate, stands beside methods that have one."""
+    words = ["sweep", tiny_file, "--method", "m3d,random", "--set", "lr=1,2", "--out", str(tmp_path / "out"), *QUICK]
+    code, out, _ = call(capsys, *words, "--dry-run", "--json")
+    keys = [row["cell"] for row in json.loads(out)]
+    assert code == 0 and [key.split("/")[2] for key in keys] == ["m3d:lr=1.0", "m3d:lr=2.0", "random"]
+    code, _, err = call(capsys, *words, "--set", "larning=1", "--dry-run")
+    assert code == 2 and "unknown option of m3d 'larning'" in err

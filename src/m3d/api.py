@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from m3d.data import Dataset, load_data
+from m3d.data.keep_back import HasTestSplit
+from m3d.data.sources import NotThere
 from m3d.engine import Progress
-from m3d.errors import M3DError
+from m3d.errors import M3DError, unknown
 from m3d.evaluation import Result
 from m3d.evaluation import evaluate as evaluate_set
-from m3d.prepare import prepare
+from m3d.prepare import option_names, prepare
 from m3d.ranking import Ranking
 from m3d.ranking import rank as rank_set
 from m3d.registry import canonical
-from m3d.requests import checked_request, load_recipe
+from m3d.requests import checked_part, checked_request, load_recipe
 from m3d.runtime import Runtime
 from m3d.shards import Ranks
 from m3d.store import CondensedSet, RunFolder
@@ -54,9 +57,17 @@ def condense(
     checkpoints, history, and the condensed set at the end; with ``keep_every`` also the set as it was every so many
     steps. Started by ``torchrun``, several processes share the classes; with ``subtasks`` groups of classes are
     condensed one after the other.
+
+    ``load_options`` are those of :func:`m3d.load_data` for data given by name or path (size, test_fraction,
+    val_fraction, ...); with ``eval_every`` the set is measured on the held-out part every so many steps, by
+    ``eval_options`` (net, protocol, repeats), and the best one kept too: the accuracies are in the manifest
+    (``validation``). ``report`` is called about twice a second with a :class:`m3d.engine.Progress`.
     """
     if keep_every and out is None:
         raise M3DError(f"keep_every={keep_every} needs a folder to keep sets in: give out")
+    _known("eval_options", eval_options or {}, ("net", "protocol", "repeats", "seed"))
+    _known("load_options", load_options or {}, _keywords(load_data))
+    _no_data_options(method, options)
     request: dict[str, Any] = {
         "ipc": ipc,
         "method": canonical(method),
@@ -149,13 +160,36 @@ def evaluate(
     precision: str = "auto",
     **options: Any,
 ) -> Result:
-    """Train fresh networks on a condensed set and test them on real images; see :func:`m3d.evaluation.evaluate`.
+    """Train fresh networks on a condensed set and test them on real images.
 
-    Without ``data`` the dataset is loaded as the set's manifest says.
+    ``options`` are those of :func:`m3d.evaluation.evaluate`: net, protocol (a name, or with options as in
+    ``paper:epochs=300``), repeats, seed, split, and so on. Without ``data`` the dataset is loaded as the set's manifest
+    says.
     """
+    _known("evaluate", options, _keywords(evaluate_set))
     condensed = run if isinstance(run, CondensedSet) else CondensedSet.load(run)
     dataset = data if isinstance(data, Dataset) else load_source(condensed, data)
     return evaluate_set(condensed, dataset, runtime=Runtime.choose(device, precision), **options)
+
+
+def _known(what: str, options: Mapping[str, Any], allowed: Sequence[str]) -> None:
+    """Refuse an option that there is none of, naming the nearest."""
+    for name in options:
+        if name not in allowed:
+            raise unknown(f"option of {what}", name, allowed)
+
+
+def _no_data_options(method: str, options: Mapping[str, Any]) -> None:
+    """Refuse an option that says how data are read, before they are read without it."""
+    for name in options.keys() & set(_keywords(load_data)) - option_names(method):
+        raise M3DError(
+            f"{name} is not an option of {canonical(method)} but of the data: "
+            f"load_options={{{name!r}: {options[name]!r}}}, or m3d.load_data(..., {name}={options[name]!r})"
+        )
+
+
+def _keywords(of: Callable[..., Any]) -> list[str]:
+    return [p.name for p in inspect.signature(of).parameters.values() if p.kind is p.KEYWORD_ONLY]
 
 
 def rank(
@@ -167,6 +201,7 @@ def rank(
     **options: Any,
 ) -> Ranking:
     """DD-Ranking's label-robust and augmentation-robust scores of a set; see :func:`m3d.ranking.rank`."""
+    _known("rank", options, _keywords(rank_set))
     condensed = run if isinstance(run, CondensedSet) else CondensedSet.load(run)
     dataset = data if isinstance(data, Dataset) else load_source(condensed, data)
     return rank_set(condensed, dataset, runtime=Runtime.choose(device, precision), **options)
@@ -216,20 +251,40 @@ def load_source(
     size: int | None = None,
     zca: bool | None = None,
     on_bad_image: str | None = None,
+    test_fraction: float = 0.0,
 ) -> Dataset:
     """The dataset a set was made from (and it must be unchanged), or the one named instead.
 
-    It is whitened if the set's was, unless ``zca`` says otherwise.
+    It is whitened if the set's was, unless ``zca`` says otherwise; images of another place are brought to the set's
+    size and divided as its data were, unless told otherwise.
     """
     source = condensed.manifest["data"]
     zca = "transform" in source if zca is None else zca
+    recipe = source.get("recipe") if isinstance(source.get("recipe"), dict) else {}
     if data is not None:
-        return load_data(data, data_root=data_root, size=size, zca=zca, on_bad_image=on_bad_image or "error")
-    recipe = source.get("recipe")
-    if not isinstance(recipe, dict) or "source" not in recipe:
+        reading: dict[str, Any] = {"data_root": data_root, "zca": zca, "on_bad_image": on_bad_image or "error"}
+        reading["size"] = checked_part(recipe, "size", "the set's manifest") if size is None else size
+        return _named_instead(data, recipe, test_fraction, reading)
+    if "source" not in recipe:
         raise M3DError("the set's manifest does not say where its data came from; name the dataset (--data)")
     own = {"data_root": data_root, "download": True} if data_root else {}
-    dataset = load_recipe(recipe, "the set's manifest", zca=zca, **own)
+    try:
+        dataset = load_recipe(recipe, "the set's manifest", zca=zca, **own)
+    except NotThere as error:
+        raise M3DError(
+            f"the data that the set was made from: {error}; name the place they are at now (--data)"
+        ) from error
     if dataset.train.fingerprint != source.get("fingerprint"):
         raise M3DError(f"{dataset.name} has changed since the set was made from it; name the data to test on (--data)")
     return dataset
+
+
+def _named_instead(data: str | Path, recipe: Mapping[str, Any], fraction: float, reading: dict[str, Any]) -> Dataset:
+    """Other data than the set's own; those without a test split are divided as its own were."""
+    if not fraction and (usual := checked_part(recipe, "test_fraction", "the set's manifest")):
+        seed = checked_part(recipe, "split_seed", "the set's manifest") or 0
+        try:
+            return load_data(data, test_fraction=usual, split_seed=seed, **reading)
+        except HasTestSplit:
+            pass
+    return load_data(data, test_fraction=fraction, **reading)

@@ -29,7 +29,13 @@ def check_ranking(ranking: bool, full: str | None, given: dict[str, int | Path |
 
 
 def check_evaluate(
-    run: Path | None, full: str | None, data: str | None, out: Path | None, size: int | None, on_bad_image: str | None
+    run: Path | None,
+    full: str | None,
+    data: str | None,
+    out: Path | None,
+    size: int | None,
+    on_bad_image: str | None,
+    test_fraction: float,
 ) -> None:
     """Refuse what would be ignored."""
     if (run is None) == (full is None):
@@ -41,6 +47,8 @@ def check_evaluate(
         if value is not None and not allowed:
             raise M3DError(f"{option} {value}: {rule}")
     check_reading(full or data, size, on_bad_image)
+    if run is not None and data is None and test_fraction:
+        raise M3DError(f"--test-fraction {test_fraction}: a run's data are divided as they were when it was made")
 
 
 def check_reading(data: str | None, size: int | None, on_bad_image: str | None) -> None:
@@ -69,6 +77,30 @@ def assignments(texts: list[str]) -> dict[str, str]:
             raise M3DError(f"--set {text}: {key} is given twice, and was {values[key]} before")
         values[key] = value.strip()
     return values
+
+
+def values(text: str) -> list[str]:
+    """The comma-separated parts of ``text``; the commas within one ``name:key=value,key=value`` do not divide it."""
+    parts: list[str] = []
+    for part in text.split(","):
+        if parts and "=" in part and ":" not in part and ":" in parts[-1]:
+            parts[-1] += f",{part}"
+        else:
+            parts.append(part.strip())
+    if not all(parts):
+        raise M3DError(f"{text!r} holds an empty value; expected values with commas between them")
+    return parts
+
+
+def numbers(option: str, text: str, least: int) -> list[int]:
+    """``1,10`` as whole numbers."""
+    try:
+        found = [int(part) for part in values(text)]
+    except ValueError:
+        found = []
+    if not found or min(found) < least:
+        raise M3DError(f"{option} {text} is not valid; allowed: whole numbers from {least}, with commas between them")
+    return found
 
 
 def refuse_others(context: typer.Context, option: str, beside: set[str]) -> None:

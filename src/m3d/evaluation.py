@@ -23,7 +23,7 @@ from m3d.files import sha256
 from m3d.nets import make_net
 from m3d.nets.flat import FlatNet
 from m3d.photo import Photo
-from m3d.registry import Registry
+from m3d.registry import Registry, parse_spec
 from m3d.runtime import Runtime, stop_politely
 from m3d.saver import Saver
 from m3d.store import CondensedSet, RunFolder
@@ -150,9 +150,13 @@ def imagenet100(*, epochs: int = 600, batch: int = 128) -> Protocol:
 
 
 def make_protocol(name: str, **options: object) -> Protocol:
-    """The protocol called ``name``; options are ``epochs`` and ``batch``."""
-    entry = PROTOCOLS.get(name)
-    return entry.build(**entry.resolve({k: v for k, v in options.items() if v is not None}))
+    """The protocol called ``name``, or ``name:epochs=300,batch=32``; options are ``epochs`` and ``batch``."""
+    plain, typed = parse_spec(name)
+    entry = PROTOCOLS.get(plain)
+    given = {k: v for k, v in options.items() if v is not None}
+    for key in typed.keys() & given.keys():
+        raise M3DError(f"protocol {name!r}: {key} is given twice, and is {given[key]} elsewhere")
+    return entry.build(**entry.resolve({**typed, **given}))
 
 
 @dataclass(frozen=True)

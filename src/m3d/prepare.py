@@ -19,7 +19,7 @@ from m3d.engine import condense as run_engine
 from m3d.errors import M3DError
 from m3d.evaluation import evaluate as evaluate_set
 from m3d.method import Method
-from m3d.methods import Task, make_method
+from m3d.methods import METHODS, Task, make_method
 from m3d.nets import make_net
 from m3d.nets.flat import FlatNet
 from m3d.runtime import Runtime
@@ -36,6 +36,8 @@ class Prepared:
         self.request, self.data, self.method, self.options, self.runtime = request, data, method, options, runtime
         self.net: str = method.network if request["net"] is None else request["net"]
         self.ranks = Ranks.from_environment()
+        begun = request.get("machine")
+        self.begun_by = str(begun.get("command", "")) if isinstance(begun, dict) else ""  # where a run is resumed
         # Runs that were begun before there were such options have neither.
         self.shards = [
             Shard(classes, self.ranks, request.get("classes_at_once"))
@@ -102,9 +104,9 @@ class Prepared:
 
     def _judge(self, pixels: Tensor, step: int) -> float:
         """Validation accuracy of the set as it is now."""
-        settings = {"protocol": "quick", "repeats": 3, **self.request["eval_options"]}
+        settings = {"net": self.net, "protocol": "quick", "repeats": 3, **self.request["eval_options"]}
         now = self._set(pixels, None, step)
-        return evaluate_set(now, self.data, net=self.net, split="val", runtime=self.runtime, **settings).mean
+        return evaluate_set(now, self.data, split="val", runtime=self.runtime, **settings).mean
 
     def _set(
         self, pixels: Tensor, outcome: Outcome | None, steps: int, learned: Mapping[str, float] | None = None
@@ -131,6 +133,8 @@ class Prepared:
             "created": datetime.now(UTC).isoformat(timespec="seconds"),
             **self.runtime.describe(),
         }
+        if self.begun_by and self.begun_by != manifest["command"]:
+            manifest["begun_by"] = self.begun_by  # the command above continued it
         if self.ranks.world > 1:
             manifest["processes"] = self.ranks.world
         if len(self.shards) > 1:
@@ -142,18 +146,23 @@ class Prepared:
         if outcome is not None:
             manifest |= {"seconds": round(outcome.seconds, 3), "peak_memory": self.runtime.peak_memory()}
             if outcome.losses:
-                manifest["loss"] = outcome.losses[-1]
+                manifest["loss"] = outcome.losses[steps - 1]
             if outcome.judged:
                 manifest["validation"] = outcome.judged
         labels = torch.arange(data.classes).repeat_interleave(request["ipc"])
         return CondensedSet(pixels.flatten(0, 1).float(), labels, manifest)
 
 
+def option_names(method: str) -> set[str]:
+    """The options of the method of that name."""
+    return set(METHODS.get(method).options())
+
+
 def prepare(request: Mapping[str, Any], data: Dataset) -> Prepared:
     """Check everything that can be checked before any long work."""
     ipc = request["ipc"]
     if isinstance(ipc, bool) or not isinstance(ipc, int) or ipc < 1:
-        raise M3DError(f"ipc={ipc} is not valid; allowed: 1 and more images per class")
+        raise M3DError(f"ipc={ipc!r} is not valid; allowed: a whole number of images per class, 1 and more")
     if data.classes < 2:
         raise M3DError(f"{data.name} has one class; allowed: two and more")
     if not request["checkpoint_seconds"] > 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import platform
+import shlex
 import signal
 import subprocess
 import sys
@@ -119,7 +120,7 @@ class Runtime:
             "python": platform.python_version(),
             "m3d": __version__,
             "commit": commit(),
-            "command": " ".join([Path(sys.argv[0]).stem.replace("__main__", "m3d"), *sys.argv[1:]]),
+            "command": shlex.join([Path(sys.argv[0]).stem.replace("__main__", "m3d"), *sys.argv[1:]]),
         }
 
 

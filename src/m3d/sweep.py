@@ -81,15 +81,26 @@ class Sweep:
         data = shelf.get(self.data, Source(self.data, 1, zca=self.zca, load=self.load).loading)
         make_protocol(self.measured.protocol, epochs=self.measured.epochs)
         make_net(self.measured.net, data.shape, data.classes)
-        axes = [[(name, value) for value in values] for name, values in self.options]
         common: dict[str, Any] = {"net": self.net, "device": device, "precision": precision}
         settings: dict[Setting, None] = {}  # a value that was given twice is one setting
-        for method, ipc, given in product(self.methods, self.ipcs, product(*axes)):
-            known: dict[str, Any] = api.check(data, ipc, method, **common, **dict(given))
-            settings[Setting(canonical(method), ipc, tuple(sorted((name, known[name]) for name, _ in given)))] = None
+        for method, ipc in product(self.methods, self.ipcs):
+            for given in product(*self._axes(method)):
+                known: dict[str, Any] = api.check(data, ipc, method, **common, **dict(given))
+                chosen = tuple(sorted((name, known[name]) for name, _ in given))
+                settings[Setting(canonical(method), ipc, chosen)] = None
         if self.final and len(settings) > 1:
             raise M3DError(f"--final measures one setting that was chosen before, and these are {len(settings)}")
         return {s: [self._cell(s, seed, data) for seed in dict.fromkeys(self.seeds)] for s in settings}
+
+    def _axes(self, method: str) -> list[list[tuple[str, str]]]:
+        """The (option, value)s to combine: of several methods each takes the options it has, so that a selection
+        without a learning rate can stand beside methods that have one. What none has is left in, and refused later."""
+        from m3d.prepare import option_names
+
+        own, all_known = option_names(method), {name for other in self.methods for name in option_names(other)}
+        return [
+            [(name, value) for value in values] for name, values in self.options if name in own or name not in all_known
+        ]
 
     def _cell(self, setting: Setting, seed: int, data: Dataset) -> Cell:
         name = data.recipe.get("source", self.data)  # a path in full, so that workers find it
@@ -101,32 +112,12 @@ class Sweep:
                     epochs=how.epochs, repeats=how.repeats, split=self.split)  # fmt: skip
 
 
-def values(text: str) -> list[str]:
-    """The comma-separated parts of ``text``; the commas within one ``name:key=value,key=value`` do not divide it."""
-    parts: list[str] = []
-    for part in text.split(","):
-        if parts and "=" in part and ":" not in part and ":" in parts[-1]:
-            parts[-1] += f",{part}"
-        else:
-            parts.append(part.strip())
-    if not all(parts):
-        raise M3DError(f"{text!r} holds an empty value; expected values with commas between them")
-    return parts
-
-
-def numbers(option: str, text: str, least: int) -> list[int]:
-    """``1,10`` as whole numbers."""
-    try:
-        found = [int(part) for part in values(text)]
-    except ValueError:
-        found = []
-    if not found or min(found) < least:
-        raise M3DError(f"{option} {text} is not valid; allowed: whole numbers from {least}, with commas between them")
-    return found
-
-
 def load_options(
-    val_fraction: float | None, final: bool, size: int | None, on_bad_image: str | None = None
+    val_fraction: float | None,
+    final: bool,
+    size: int | None,
+    on_bad_image: str | None = None,
+    test_fraction: float = 0.0,
 ) -> tuple[tuple[str, Value], ...]:
     """How the data of a sweep are loaded: a part held out, except for a final measurement."""
     if final and val_fraction is not None:
@@ -135,6 +126,7 @@ def load_options(
     if not 0 < fraction < 1:
         raise M3DError(f"--val-fraction {fraction} is not valid; allowed: between 0 and 1, to measure settings on")
     chosen = {"val_fraction": None if final else fraction, "size": size, "on_bad_image": on_bad_image}
+    chosen["test_fraction"] = test_fraction or None
     return tuple((name, value) for name, value in chosen.items() if value is not None)
 
 
@@ -237,7 +229,7 @@ class Call:
         except Interrupted as stop:
             self._show(cells, journal)
             typer.echo(f"m3d: {stop}; the same command goes on from here", err=True)
-            raise typer.Exit(130) from None
+            raise SystemExit(130) from None
         if summary.skipped and not self.as_json:
             typer.echo(f"{summary.skipped} of {len(job.cells)} cells were finished before")
         self._show(cells, journal)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -53,11 +53,12 @@ def main(arguments: list[str] | None = None) -> None:
         _fail(str(stop), 130)
     except (typer.Abort, KeyboardInterrupt):
         _fail("interrupted", 130)
-    else:
-        sys.exit(code if isinstance(code, int) else 0)
+    if code == 130:  # some releases of Typer turn Ctrl-C into this, without a word
+        _fail("interrupted", 130)
+    sys.exit(code if isinstance(code, int) else 0)
 
 
-def _fail(message: str, code: int) -> None:
+def _fail(message: str, code: int) -> NoReturn:
     typer.echo("m3d: " + " ".join(message.split()), err=True)
     sys.exit(code)
 

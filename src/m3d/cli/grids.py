@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from m3d.arguments import (
-    assignments,
-)
+from m3d.arguments import assignments, numbers, values
 from m3d.cli.options import (
     CpusPerCell,
     DataRoot,
@@ -21,14 +19,12 @@ from m3d.cli.options import (
     Precision,
     Retries,
     Size,
+    TestFraction,
     TimeLimit,
     app,
     examples,
 )
 from m3d.errors import M3DError
-
-if TYPE_CHECKING:
-    pass
 
 
 @app.command(
@@ -116,7 +112,9 @@ def sweep(
     ipc: Annotated[str, typer.Option(help="Images per class, one or more numbers: 1,10.")] = "1",
     set_: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="NAME=VALUES", help="An option of the method and its values: lr=5,10,20."),
+        typer.Option(
+            "--set", metavar="NAME=VALUES", help="An option of the methods that have it, and its values: lr=5,10,20."
+        ),
     ] = None,
     seeds: Annotated[str, typer.Option(help="Seeds of the condensation: 0,1,2.")] = "0",
     net: Annotated[str | None, typer.Option(help="Network to match through; default the method's own.")] = None,
@@ -137,6 +135,7 @@ def sweep(
     data_root: DataRoot = None,
     size: Size = None,
     on_bad_image: OnBadImageElsewhere = None,
+    test_fraction: TestFraction = 0.0,
     zca: Annotated[bool, typer.Option("--zca", help="Show networks ZCA-whitened images.")] = False,
     device: Device = "auto",
     precision: Precision = "auto",
@@ -151,9 +150,9 @@ def sweep(
     """Compare settings of a method on held-out training data; the test data stay unseen."""
     from m3d.grid.cells import Overrides
     from m3d.grid.where import Where
-    from m3d.sweep import Call, Measured, Sweep, load_options, numbers, values
+    from m3d.sweep import Call, Measured, Sweep, load_options
 
-    load = load_options(val_fraction, final, size, on_bad_image)
+    load = load_options(val_fraction, final, size, on_bad_image, test_fraction)
     if dry_run and time_limit is not None:
         raise M3DError(f"--time-limit {time_limit}: nothing is run that could be stopped")
     where = Where(on, gpus_per_cell, cpus_per_cell, retries)

@@ -26,6 +26,9 @@ DataRoot = Annotated[
     Path | None, typer.Option(help="Where datasets lie or are put; default $M3D_DATA, else ~/.cache/m3d.")
 ]
 Size = Annotated[int | None, typer.Option(help="Side in pixels that images of a folder are resized and cropped to.")]
+TestFraction = Annotated[
+    float, typer.Option(help="Part of each class kept back to test on, of data that have no test split.")
+]
 OnBadImage = Annotated[str, typer.Option(help="error, or skip: images that cannot be read are left out and listed.")]
 OnBadImageElsewhere = Annotated[
     str | None, typer.Option(help="error, or skip: images that cannot be read are left out; default: error.")

@@ -16,6 +16,7 @@ from m3d.arguments import (
     check_ranking,
     check_reading,
     refuse_others,
+    values,
 )
 from m3d.cli.options import (
     DataRoot,
@@ -28,6 +29,7 @@ from m3d.cli.options import (
     Resident,
     Seed,
     Size,
+    TestFraction,
     app,
     examples,
 )
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from m3d.engine import Progress
     from m3d.evaluation import Result
     from m3d.ranking import Ranking
+    from m3d.store import RunFolder
 
 
 @app.command(
@@ -46,6 +49,7 @@ if TYPE_CHECKING:
         "m3d condense digits --ipc 1 --steps 200",
         "m3d condense cifar10 --ipc 10 --out runs/cifar10-10",
         "m3d condense ./photos --size 64 --ipc 5 --val-fraction 0.1 --eval-every 1000",
+        "m3d condense ./photos --size 64 --ipc 5 --test-fraction 0.2",
         "m3d condense cifar10 --ipc 10 --kernel linear --set momentum=0.9",
         "m3d condense cifar10 --ipc 10 --method dm --objective m3d",
         "m3d condense --resume runs/cifar10-10",
@@ -82,6 +86,7 @@ def condense(
     on_bad_image: OnBadImage = "error",
     resident: Resident = "auto",
     zca: Annotated[bool, typer.Option("--zca", help="Show networks ZCA-whitened images.")] = False,
+    test_fraction: TestFraction = 0.0,
     val_fraction: Annotated[float, typer.Option(help="Part of the training data held out for choices.")] = 0.0,
     keep_every: Annotated[int, typer.Option(help="Steps after which the set as it is is kept too; 0: none.")] = 0,
     eval_every: Annotated[int, typer.Option(help="Steps between measurements on the held-out part; 0: none.")] = 0,
@@ -109,7 +114,8 @@ def condense(
         from m3d.store import RunFolder
 
         had_finished = RunFolder(resume).finished
-        _condense(lambda api, report: api.resume(resume, report=report), resume, as_json, tensorboard, had_finished)
+        again = Path(resume)
+        _condense(lambda api, report: api.resume(again, report=report), again, as_json, tensorboard, had_finished, True)
         return
     if data is None:
         raise M3DError(
@@ -125,7 +131,12 @@ def condense(
     name = Path(data).stem if data.endswith(".npz") else Path(data).name
     folder = out or Path("runs") / f"{name}-{method}-ipc{ipc}-seed{seed}"
     load_options: dict[str, Any] = {"data_root": data_root, "size": size, "val_fraction": val_fraction, "zca": zca}
-    load_options |= {"on_bad_image": on_bad_image, "resident": resident, "progress": decode_bar(quiet=as_json)}
+    load_options |= {
+        "test_fraction": test_fraction,
+        "on_bad_image": on_bad_image,
+        "resident": resident,
+        "progress": decode_bar(quiet=as_json),
+    }
     _condense(
         lambda api, report: api.condense(
             data,
@@ -160,7 +171,9 @@ def _condense(
     as_json: bool,
     tensorboard: bool,
     had_finished: bool = False,
+    had_begun: bool = False,
 ) -> None:
+    begun_before = _stamp(folder)
     from m3d import api
     from m3d.shards import Ranks
     from m3d.store import RunFolder
@@ -172,10 +185,12 @@ def _condense(
             board(folder, tensorboard and leads, report) as watched,
         ):
             condensed = call(api, watched)
-    except Interrupted as stop:
+    except (Interrupted, KeyboardInterrupt) as stop:
         if leads:
-            typer.echo(f"m3d: {stop}; continue with: m3d condense --resume {quote(str(folder))}", err=True)
-        raise typer.Exit(130) from None
+            begun = isinstance(stop, Interrupted) or had_begun or _stamp(folder) != begun_before
+            again = f"; continue with: m3d condense --resume {quote(str(folder))}" if begun else ""
+            typer.echo(f"m3d: {stop if isinstance(stop, Interrupted) else 'interrupted'}{again}", err=True)
+        raise SystemExit(130) from None
     if not leads:
         return
     manifest = condensed.manifest
@@ -191,7 +206,16 @@ def _condense(
         step, accuracy = max(manifest["validation"], key=lambda judged: judged[1])
         best = quote(str(folder / RunFolder.BEST))
         typer.echo(f"best on the held-out part: {accuracy:.2f} % after {counted(step, 'steps')} → {best}")
-    typer.echo(f"next: m3d show {quote(str(folder))}    m3d evaluate {quote(str(folder))}")
+    net = "" if manifest["net"] == "convnet3" else f" --net {quote(manifest['net'])}"
+    typer.echo(f"next: m3d show {quote(str(folder))}    m3d evaluate {quote(str(folder))}{net}")
+
+
+def _stamp(folder: Path) -> int | None:
+    """When the run in this folder was begun; None where there is none."""
+    try:
+        return (folder / "run.json").stat().st_mtime_ns
+    except OSError:
+        return None
 
 
 @app.command(
@@ -235,6 +259,7 @@ def evaluate(
     data_root: DataRoot = None,
     size: Size = None,
     on_bad_image: OnBadImageElsewhere = None,
+    test_fraction: TestFraction = 0.0,
     zca: Annotated[
         bool | None, typer.Option("--zca/--no-zca", help="ZCA-whitened images; default: as the set was made.")
     ] = None,
@@ -244,7 +269,7 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Train fresh networks on a condensed set and test them on real images."""
-    check_evaluate(run, full, data, out, size, on_bad_image)
+    check_evaluate(run, full, data, out, size, on_bad_image, test_fraction)
     parts = {"--selections": selections, "--full-epochs": full_epochs, "--full-run": full_run}
     check_ranking(ranking, full, parts)
     from m3d.api import load_source
@@ -259,16 +284,16 @@ def evaluate(
     rules = make_protocol(protocol or ("whole" if full else "paper"), epochs=epochs, batch=batch)
     runtime = Runtime.choose(device, precision, deterministic)
     condensed = None if run is None else CondensedSet.load(run)
+    reading: dict[str, Any] = {"data_root": data_root, "size": size, "test_fraction": test_fraction}
     dataset = (
-        load_data(str(full), data_root=data_root, size=size, zca=bool(zca), on_bad_image=on_bad_image or "error")
+        load_data(str(full), zca=bool(zca), on_bad_image=on_bad_image or "error", **reading)
         if condensed is None
-        else load_source(condensed, data, data_root, size, zca, on_bad_image)
+        else load_source(condensed, data, zca=zca, on_bad_image=on_bad_image, **reading)
     )
-    names = [name.strip() for name in nets.split(",")] if nets else [net]
+    names = values(nets) if nets else [net]
     for name in names:
         make_net(name, dataset.shape, dataset.classes)  # a wrong name is said before the first is trained
-    home = out if condensed is None else run
-    folder = RunFolder(home) if home is not None and (condensed is None or home.is_dir()) else None
+    folder, kept = _home(run, out)
     if folder is not None:
         folder.require_writable()
     common: dict[str, Any] = {"protocol": rules, "repeats": repeats, "seed": seed, "split": split}
@@ -290,14 +315,28 @@ def evaluate(
         except Interrupted as stop:
             again = "; the same command continues it" if folder is not None else ""
             typer.echo(f"m3d: {stop}{again}", err=True)
-            raise typer.Exit(130) from None
-        records.append(result.as_record())
+            raise SystemExit(130) from None
+        records.append({**result.as_record(), **kept})
         if not as_json:
             _print_result(records[-1], str(result))
         if folder is not None:  # after it was printed: whatever happens to the file, the number is not lost
             folder.add_result(records[-1])
+    if folder is None and run is not None:
+        typer.echo(f"m3d: this is not written down anywhere: {str(run)!r} lies in no run folder", err=True)
     if as_json:
         typer.echo(json.dumps(records if nets else records[0]))
+
+
+def _home(run: Path | None, out: Path | None) -> tuple[RunFolder | None, dict[str, str]]:
+    """Where results are written down, and what they say of the set where it is not the run's last one."""
+    from m3d.store import RunFolder
+
+    if run is None or run.is_dir():
+        home = out if run is None else run
+        return (None, {}) if home is None else (RunFolder(home), {})
+    if not (run.parent / RunFolder.RUN).exists():
+        return None, {}
+    return RunFolder(run.parent), {} if run.name == RunFolder.CONDENSED else {"kept_as": run.name}
 
 
 def _print_result(record: dict[str, Any], headline: str) -> None:
@@ -342,7 +381,8 @@ def relabel(
 
     home = run if run.is_dir() else run.parent
     home = home if home.name not in ("", "..") else home.resolve()
-    folder = out or home.with_name(f"{home.name}-soft")
+    kept = "" if run.is_dir() or run.stem == "condensed" else f"-{run.stem}"  # best, step-1000
+    folder = out or home.with_name(f"{home.name}{kept}-soft")
     options: dict[str, Any] = {
         "teacher": teacher,
         "teachers": teachers,

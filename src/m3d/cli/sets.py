@@ -55,6 +55,7 @@ def export(
     out: Annotated[
         Path | None, typer.Option(help="Where to; default beside the set: imagefolder or condensed.FORMAT.")
     ] = None,
+    overwrite: Annotated[bool, typer.Option(help="Replace an earlier export.")] = False,
 ) -> None:
     """Write the images a network trains on in a format other tools read."""
     from m3d.export import export as write
@@ -62,7 +63,7 @@ def export(
 
     home = run if run.is_dir() else run.parent
     default = home / (_named("imagefolder", run) if to == "imagefolder" else f"{_named('condensed', run)}.{to}")
-    typer.echo(str(write(CondensedSet.load(run), to, out or default)))
+    typer.echo(str(write(CondensedSet.load(run), to, out or default, overwrite)))
 
 
 def _named(what: str, run: Path) -> str:
@@ -98,13 +99,16 @@ def compare(
 
 @app.command(name="list", epilog=examples("m3d list methods", "m3d list methods m3d", "m3d list datasets --json"))
 def list_(
-    what: Annotated[str, typer.Argument(help="methods, kernels, nets, inits, protocols or datasets.")],
+    what: Annotated[str | None, typer.Argument(help="methods, kernels, nets, inits, protocols or datasets.")] = None,
     name: Annotated[str | None, typer.Argument(help="One of them, to see its options.")] = None,
     as_json: Json = False,
 ) -> None:
     """List what can be asked for by name, with options and defaults."""
     from m3d.listing import KINDS, describe, overview
 
+    if what is None:
+        typer.echo(json.dumps(KINDS) if as_json else "\n".join(f"m3d list {kind}" for kind in KINDS))
+        return
     if what not in KINDS:
         raise unknown("list", what, KINDS)
     rows = overview(what) if name is None else describe(what, name)

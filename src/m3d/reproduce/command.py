@@ -108,7 +108,7 @@ class Request:
         except Interrupted as stop:
             self._render_if_any(plan)
             typer.echo(f"m3d: {plan.name}: {stop}; the same command goes on from here", err=True)
-            raise typer.Exit(130) from None
+            raise SystemExit(130) from None
         if summary.skipped and not self.as_json:
             typer.echo(f"{plan.name}: {summary.skipped} of {len(cells)} cells were finished before")
         self._say_files(self._render_if_any(plan))
