@@ -538,6 +538,21 @@ def test_ctrl_c_before_the_first_step_says_what_is_there(capsys, tmp_path, monke
         assert run(capsys, "condense", "--resume", tmp_path / "run")[0] == 0
 
 
+def test_ctrl_c_during_an_import_within_a_run_says_what_is_there(tmp_path):
+    """Libraries are imported late, some only once the run has begun."""
+    (tmp_path / "late_import.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    (tmp_path / "plugin.py").write_text(
+        f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\nfrom m3d.prepare import Prepared\n"
+        "def go(*_):\n    import late_import\nPrepared.go = go\n"
+    )
+    folder = tmp_path / "run"
+    words = [sys.executable, "-m", "m3d", "--plugin", str(tmp_path / "plugin.py"), "condense", "digits", *FAST]
+    done = subprocess.run([*words, "--out", str(folder)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 130 and done.stdout == ""
+    assert done.stderr == f"m3d: interrupted; continue with: m3d condense --resume {folder}\n"
+    assert (folder / RunFolder.RUN).exists()
+
+
 def test_ctrl_c_in_any_command_is_said(capsys, monkeypatch):
     monkeypatch.setattr("m3d.listing.overview", lambda *_: signal.raise_signal(signal.SIGINT))
     assert run(capsys, "list", "methods") == (130, "", "m3d: interrupted\n")

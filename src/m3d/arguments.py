@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -15,6 +15,8 @@ from typing import Any
 import typer
 
 from m3d.errors import M3DError
+
+_last_words: list[Callable[[], str]] = [lambda: "interrupted"]
 
 
 def check_ranking(ranking: bool, full: str | None, given: dict[str, int | Path | None]) -> None:
@@ -129,10 +131,20 @@ def stop_in_imports() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
+@contextmanager
+def last_words(say: Callable[[], str]) -> Iterator[None]:
+    """What is said, within, when Ctrl-C ends the process at once."""
+    _last_words.append(say)
+    try:
+        yield
+    finally:
+        _last_words.pop()
+
+
 def _interrupted(number: int, frame: FrameType | None) -> None:
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
-            os.write(2, b"m3d: interrupted\n")
+            os.write(2, f"m3d: {_last_words[-1]()}\n".encode())
             os._exit(130)
         frame = frame.f_back
     raise KeyboardInterrupt

@@ -15,6 +15,7 @@ from m3d.arguments import (
     check_evaluate,
     check_ranking,
     check_reading,
+    last_words,
     refuse_others,
     values,
 )
@@ -179,17 +180,21 @@ def _condense(
     from m3d.store import RunFolder
 
     leads = Ranks.from_environment().leads  # of several processes one speaks
+    again = f"; continue with: m3d condense --resume {quote(str(folder))}"
+
+    def interrupted() -> str:
+        return "interrupted" + (again if had_begun or _stamp(folder) != begun_before else "")
+
     try:
         with (
+            last_words(interrupted),
             progress_bar(quiet=as_json or not leads) as report,
             board(folder, tensorboard and leads, report) as watched,
         ):
             condensed = call(api, watched)
     except (Interrupted, KeyboardInterrupt) as stop:
         if leads:
-            begun = isinstance(stop, Interrupted) or had_begun or _stamp(folder) != begun_before
-            again = f"; continue with: m3d condense --resume {quote(str(folder))}" if begun else ""
-            typer.echo(f"m3d: {stop if isinstance(stop, Interrupted) else 'interrupted'}{again}", err=True)
+            typer.echo(f"m3d: {f'{stop}{again}' if isinstance(stop, Interrupted) else interrupted()}", err=True)
         raise SystemExit(130) from None
     if not leads:
         return
