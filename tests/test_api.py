@@ -12,6 +12,8 @@ QUICK = {"net": NET, "repeats": 1}
 
 def test_options_that_are_none_are_named_with_the_nearest(tiny):
     made = m3d.condense(tiny, 1, "random")
+    with pytest.raises(M3DError, match="unknown option of evaluate 'runtime'"):
+        m3d.evaluate(made, tiny, runtime=None)
     for call in (m3d.evaluate, m3d.rank):
         with pytest.raises(M3DError, match=r"unknown option of \w+ 'nett'. Did you mean 'net'\?"):
             call(made, tiny, nett=NET)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from m3d.cli import main
@@ -69,13 +70,24 @@ def test_condense_evaluate_show_export(capsys, finished, tmp_path):
         assert code == 0 and (finished / name).exists()
         assert "pass --overwrite" in fails(capsys, "export", finished, "--to", target)
         if target == "imagefolder":
-            (finished / name / "stale.png").touch()
+            (finished / name / "0" / "stale.png").touch()
         assert run(capsys, "export", finished, "--to", target, "--overwrite")[0] == 0
-        assert not (finished / name / "stale.png").exists()
+        assert not (finished / name / "0" / "stale.png").exists()
+    assert not list(finished.glob(".*"))
     (tmp_path / "mine").mkdir()
-    for target in ("imagefolder", "npz"):
-        told = fails(capsys, "export", finished, "--to", target, "--overwrite", "--out", tmp_path / "mine")
-        assert f"is not an earlier export to {target}" in told and (tmp_path / "mine").is_dir()
+    (tmp_path / "mine" / "manifest.json").write_text("{}")
+    (tmp_path / "other").mkdir()  # an export with something beside it
+    assert run(capsys, "export", finished, "--to", "imagefolder", "--out", tmp_path / "copy")[0] == 0
+    (tmp_path / "copy" / "notes.txt").touch()
+    np.savez(tmp_path / "data.npz", x_train=np.zeros(3))
+    torch.save({"weight": torch.zeros(3)}, tmp_path / "model.pt")
+    foreign = {"imagefolder": ("mine", "other", "copy", "data.npz"), "npz": ("mine", "data.npz", "model.pt")}
+    foreign |= {"pt": ("data.npz", "model.pt", finished / RunFolder.CONDENSED)}
+    for target, names in foreign.items():
+        for name in names:
+            told = fails(capsys, "export", finished, "--to", target, "--overwrite", "--out", tmp_path / name)
+            assert f"is not an earlier export to {target}" in told
+    assert CondensedSet.load(finished) is not None and (tmp_path / "copy" / "notes.txt").exists()
 
 
 def test_results_of_any_set_of_a_run_are_written_down(capsys, tmp_path):
@@ -88,7 +100,7 @@ def test_results_of_any_set_of_a_run_are_written_down(capsys, tmp_path):
         code, _, err = run(capsys, "evaluate", path, *few)
         assert code == 0 and "not written down" not in err
     records = RunFolder(folder).results()
-    assert [r.get("kept_as") for r in records] == [None, None, "best.safetensors", "step-1.safetensors"]
+    assert [r.get("kept_as") for r in records] == [None, None, "best", "step-1"]
     assert [r["set"] for r in records] == [CondensedSet.load(path).fingerprint for path in sets.values()]
     code, out, _ = run(capsys, "compare", folder, "--json")
     assert code == 0 and [row["run"] for row in json.loads(out)] == ["run", "run/best", "run/step-1"]
@@ -98,7 +110,12 @@ def test_results_of_any_set_of_a_run_are_written_down(capsys, tmp_path):
     elsewhere = tmp_path / "elsewhere.safetensors"
     elsewhere.write_bytes((folder / "best.safetensors").read_bytes())
     code, out, err = run(capsys, "evaluate", elsewhere, *few)
-    assert code == 0 and "last epoch" in out and "elsewhere.safetensors' lies in no run folder" in err
+    assert (
+        code == 0
+        and "last epoch" in out
+        and "not written down" in err
+        and "elsewhere.safetensors' lies in no run folder" in err
+    )
     label = ["--teacher", "convnet1:width=2", "--teachers", 1, "--epochs", 1]
     assert run(capsys, "relabel", folder / "best.safetensors", *label)[0] == 0
     assert run(capsys, "relabel", folder, *label)[0] == 0
@@ -521,7 +538,6 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path):
     assert (folder / RunFolder.CHECKPOINT).exists()
 
 
-@pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
 @pytest.mark.parametrize("begun", [True, False])
 def test_ctrl_c_before_the_first_step_says_what_is_there(capsys, tmp_path, monkeypatch, begun):
     """Once run.json is written the run can be continued; before, nothing is there."""
@@ -558,6 +574,7 @@ def test_ctrl_c_in_any_command_is_said(capsys, monkeypatch):
     assert run(capsys, "list", "methods") == (130, "", "m3d: interrupted\n")
 
 
+@pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
 def test_ctrl_c_during_an_import_ends_at_once(tmp_path):
     """An exception raised there may be swallowed by the library, and the command would go on."""
     (tmp_path / "slow.py").write_text(

@@ -110,4 +110,5 @@ def test_names_that_no_font_can_draw_are_said_once(tmp_path, caplog, recwarn, mo
     assert not [r for r in caplog.records if r.name == "m3d.pictures"]
     monkeypatch.setattr(pictures, "_wide_fonts", lambda: ("STIXGeneral",))
     (axes,) = pictures.mosaic_figure(torch.rand(3, 4, 1, 8, 8), names, "three").axes
-    assert axes.get_yticklabels()[0].get_fontfamily() == ["sans-serif", "STIXGeneral"]
+    for text in (axes.get_yticklabels()[0], axes.title if axes.get_title() else axes._left_title):
+        assert text.get_fontfamily() == ["sans-serif", "STIXGeneral"]

@@ -126,8 +126,16 @@ def test_the_whole_data_stand_beside_their_condensed_sets(runs, tmp_path, capsys
     assert rows[2]["ipc"] is None and rows[2]["steps"] is None and rows[2]["pixel_bytes"] is None
     assert rows[2]["last"][0] > 0 and len(table(rows).splitlines()) == 4
     bar_chart(rows)
-    with pytest.raises(M3DError, match=r"condensed\.safetensors"):
-        rows_of([copied(runs[0], tmp_path / "broken", without="condensed.safetensors")])
+
+
+def test_an_unfinished_run_whose_kept_set_was_measured_has_its_row(runs, tmp_path):
+    unfinished = copied(runs[0], tmp_path / "unfinished", without="condensed.safetensors")
+    (record,) = RunFolder(unfinished).results()
+    (unfinished / RunFolder.RESULTS).unlink()
+    RunFolder(unfinished).add_result({**record, "kept_as": "step-1", "steps": 1})
+    (row,) = rows_of([unfinished])
+    assert row["run"] == "unfinished/step-1" and row["steps"] == 1 and row["seconds"] is None
+    assert len(rows_of([*runs, unfinished])) == 3
 
 
 def test_what_makes_results_incomparable_is_named(runs, tmp_path):

@@ -259,10 +259,13 @@ def test_a_new_run_removes_what_was_made_of_the_old_one(tmp_path):
     folder = RunFolder(tmp_path)
     folder.begin({})
     made = ["images.png", "images-best.png", "images-step-20.png", "condensed-step-20.npz", "condensed-best.pt"]
-    mine = ["images-mine.png", "notes.txt"]
-    for name in (*made, *mine):
+    mine = ["evaluation-notes", "images-mine.png", "notes.txt"]
+    (tmp_path / "evaluation-notes").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "imagefolder").symlink_to(tmp_path / "elsewhere")
+    for name in (*made, *mine[1:]):
         (tmp_path / name).touch()
-    for name in ("imagefolder", "imagefolder-best", "imagefolder-step-20"):
+    for name in ("imagefolder-best", "imagefolder-step-20"):
         (tmp_path / name / "cat").mkdir(parents=True)
     folder.begin({}, overwrite=True)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [*mine, RunFolder.RUN]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", *mine, RunFolder.RUN]

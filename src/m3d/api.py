@@ -189,7 +189,9 @@ def _no_data_options(method: str, options: Mapping[str, Any]) -> None:
 
 
 def _keywords(of: Callable[..., Any]) -> list[str]:
-    return [p.name for p in inspect.signature(of).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    """What a caller may give; the runtime follows from device and precision."""
+    found = inspect.signature(of).parameters.values()
+    return [p.name for p in found if p.kind is p.KEYWORD_ONLY and p.name != "runtime"]
 
 
 def rank(
@@ -260,11 +262,11 @@ def load_source(
     """
     source = condensed.manifest["data"]
     zca = "transform" in source if zca is None else zca
-    recipe = source.get("recipe") if isinstance(source.get("recipe"), dict) else {}
+    recipe: Mapping[str, Any] = source["recipe"] if isinstance(source.get("recipe"), dict) else {}
     if data is not None:
         reading: dict[str, Any] = {"data_root": data_root, "zca": zca, "on_bad_image": on_bad_image or "error"}
         reading["size"] = checked_part(recipe, "size", "the set's manifest") if size is None else size
-        return _named_instead(data, recipe, test_fraction, reading)
+        return _named_instead(data, recipe, source.get("fingerprint"), test_fraction, reading)
     if "source" not in recipe:
         raise M3DError("the set's manifest does not say where its data came from; name the dataset (--data)")
     own = {"data_root": data_root, "download": True} if data_root else {}
@@ -279,12 +281,27 @@ def load_source(
     return dataset
 
 
-def _named_instead(data: str | Path, recipe: Mapping[str, Any], fraction: float, reading: dict[str, Any]) -> Dataset:
-    """Other data than the set's own; those without a test split are divided as its own were."""
-    if not fraction and (usual := checked_part(recipe, "test_fraction", "the set's manifest")):
-        seed = checked_part(recipe, "split_seed", "the set's manifest") or 0
-        try:
-            return load_data(data, test_fraction=usual, split_seed=seed, **reading)
-        except HasTestSplit:
-            pass
-    return load_data(data, test_fraction=fraction, **reading)
+def _named_instead(
+    data: str | Path, recipe: Mapping[str, Any], fingerprint: str | None, fraction: float, reading: dict[str, Any]
+) -> Dataset:
+    """Other data than the set's own; those without a test split are divided as its own were.
+
+    An image that the set was made from must not be tested on: what was divided before is divided in the same way or
+    not at all.
+    """
+    parts = ("test_fraction", "val_fraction", "split_seed")
+    before = {k: v for k in parts if (v := checked_part(recipe, k, "the set's manifest")) is not None}
+    if "test_fraction" not in before:
+        return load_data(data, test_fraction=fraction, **reading)
+    try:
+        dataset = load_data(data, **{**before, "test_fraction": fraction or before["test_fraction"]}, **reading)
+    except HasTestSplit:
+        if fraction:
+            raise
+        return load_data(data, **reading)
+    if dataset.train.fingerprint != fingerprint:
+        raise M3DError(
+            f"{dataset.name} is not what the set was made from, or was divided otherwise, so images that the set was "
+            f"made from might be tested on; name data with a test split of their own (--data)"
+        )
+    return dataset

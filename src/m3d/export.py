@@ -7,6 +7,7 @@ import logging
 import re
 import shutil
 import tempfile
+import zipfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,12 @@ from PIL import Image
 from torch import Tensor
 
 from m3d.errors import M3DError, unknown
-from m3d.files import sync_folder, sync_tree, write_bytes, write_json
+from m3d.files import read_json, sync_folder, sync_tree, write_bytes, write_json
 from m3d.store import CondensedSet
 
 log = logging.getLogger(__name__)
 FORMATS = ("imagefolder", "npz", "pt")
-_MANIFEST = "manifest.json"  # of an exported folder
+_MANIFEST, _SOFT_LABELS = "manifest.json", "soft_labels.csv"  # in an exported folder
 
 
 def export(condensed: CondensedSet, target: str, path: str | Path, overwrite: bool = False) -> Path:
@@ -49,9 +50,24 @@ def export(condensed: CondensedSet, target: str, path: str | Path, overwrite: bo
     return destination
 
 
-def _earlier_export(destination: Path, target: str) -> bool:
-    """Whether a folder of this kind lies there, or a file where one is written."""
-    return (destination / _MANIFEST).is_file() if target == "imagefolder" else destination.is_file()
+def _earlier_export(path: Path, target: str) -> bool:
+    """Whether an export of this kind, and nothing else, lies there."""
+    try:
+        if target == "imagefolder":
+            manifest = read_json(path / _MANIFEST)
+            ours = {_MANIFEST, _SOFT_LABELS, *_folder_names([str(name) for name in manifest["class_names"]])}
+            return (
+                {"method", "options", "data"} <= set(manifest)
+                and {p.name for p in path.iterdir()} <= ours
+                and not path.is_symlink()
+            )
+        with zipfile.ZipFile(path) as archive:
+            if target == "npz":
+                return {"images.npy", "labels.npy", "class_names.npy", "transform.npy"} <= set(archive.namelist())
+            (listing,) = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+            return all(key in archive.read(listing) for key in (b"images", b"labels", b"class_names", b"transform"))
+    except (M3DError, OSError, KeyError, TypeError, ValueError, zipfile.BadZipFile):
+        return False
 
 
 def _image_folder(condensed: CondensedSet, images: Tensor, labels: Tensor, destination: Path) -> None:
@@ -75,18 +91,19 @@ def _image_folder(condensed: CondensedSet, images: Tensor, labels: Tensor, desti
             Image.fromarray(picture[..., 0] if picture.shape[-1] == 1 else picture).save(workplace / written[-1])
             counts[name] += 1
         if condensed.soft is not None:
-            write_bytes(workplace / "soft_labels.csv", _soft_rows(names, written, condensed.soft).encode())
+            write_bytes(workplace / _SOFT_LABELS, _soft_rows(names, written, condensed.soft).encode())
         write_json(workplace / _MANIFEST, dict(condensed.manifest))
         workplace.chmod(0o755)
         sync_tree(workplace)
-        if destination.exists():
-            shutil.rmtree(destination)
+        if destination.exists():  # moved away first: at no time is half of it there
+            destination.rename(workplace.with_name(f"{workplace.name}.old"))
         workplace.rename(destination)
         sync_folder(destination.parent)
     except OSError as error:
         raise M3DError(f"cannot write {str(destination)!r}: {error.strerror or error}") from error
     finally:
-        shutil.rmtree(workplace, ignore_errors=True)
+        for leftover in (workplace, workplace.with_name(f"{workplace.name}.old")):
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _soft_rows(names: list[str], files: list[str], soft: Tensor) -> str:

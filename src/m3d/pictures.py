@@ -118,12 +118,14 @@ def mosaic_figure(images: Tensor, names: Sequence[str], title: str) -> Figure:
     else:
         axes.set_xticks([])
         axes.set_yticks([r * (h + gap) + h / 2 - 0.5 for r in range(rows)], names, fontsize=9)
-    for label in (*axes.get_xticklabels(), *axes.get_yticklabels()):
-        label.set_fontfamily(["sans-serif", *_wide_fonts()])
     axes.tick_params(length=0)
     for spine in axes.spines.values():
         spine.set_visible(False)
-    axes.set_title(textwrap.fill(title, int(width * 14)), fontsize=9, loc="left")  # about 14 letters to an inch
+    heading = axes.set_title(
+        textwrap.fill(title, int(width * 14)), fontsize=9, loc="left"
+    )  # about 14 letters to an inch
+    for text in (heading, *axes.get_xticklabels(), *axes.get_yticklabels()):
+        text.set_fontfamily(["sans-serif", *_wide_fonts()])
     return figure
 
 

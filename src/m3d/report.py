@@ -47,8 +47,7 @@ def rows_of(runs: Sequence[str | Path]) -> list[dict[str, Any]]:
 def _rows(folder: RunFolder) -> list[dict[str, Any]]:
     """The results of one run; an evaluation that was repeated to the same end stands there once."""
     results = folder.results()
-    of_whole_data = results and not folder.finished and all(r.get("method") == "whole" for r in results)
-    condensed = None if of_whole_data else CondensedSet.load(folder.path)
+    condensed = CondensedSet.load(folder.path) if folder.finished or not results else None
     if not results:
         raise M3DError(f"{str(folder.path)!r} has no result yet; make one with: m3d evaluate {folder.path}")
     rows: list[dict[str, Any]] = []
@@ -65,14 +64,14 @@ def _rows(folder: RunFolder) -> list[dict[str, Any]]:
 
 
 def _row(name: str, record: Mapping[str, Any], condensed: CondensedSet | None) -> dict[str, Any]:
-    """One result of a run, with the cost of its condensation unless it is of a set kept on the way; or of training on
-    the whole data, where there is no set."""
-    manifest: Mapping[str, Any] = {} if condensed is None else condensed.manifest
-    storage = {"pixels": None, "labels": None} if condensed is None else condensed.storage
-    if condensed is not None and record.get("set", condensed.fingerprint) != condensed.fingerprint:
-        manifest = {"steps": record.get("steps")}
+    """One result of a run, with the cost of its condensation unless it is of a set kept on the way, of a run that is
+    not finished, or of training on the whole data."""
+    manifest: Mapping[str, Any] = {"steps": record.get("steps")}
+    if condensed is not None and record.get("set", condensed.fingerprint) == condensed.fingerprint:
+        manifest = condensed.manifest
+    storage = record.get("storage") or ({} if condensed is None else condensed.storage)
     if "kept_as" in record:
-        name = f"{name}/{Path(record['kept_as']).stem}"
+        name = f"{name}/{record['kept_as']}"
     soft, ranking = record.get("labels", "hard") == "soft", record.get("ranking")
     several = int(record["n"]) > 1  # one network has no deviation
     last = (float(record["accuracy"]), float(record["sd"]) if several else None)
@@ -92,8 +91,8 @@ def _row(name: str, record: Mapping[str, Any], condensed: CondensedSet | None) -
         "memory": (manifest.get("peak_memory") or 0) / 2**30 or None,  # GiB
         "soft_last": last if soft else None,
         "soft_best": best if soft else None,
-        "pixel_bytes": storage["pixels"],
-        "label_bytes": storage["labels"],
+        "pixel_bytes": storage.get("pixels"),
+        "label_bytes": storage.get("labels"),
         "lrs": (ranking["lrs"], ranking["lrs_error"]) if ranking else None,
         "ars": (ranking["ars"], ranking["ars_error"]) if ranking else None,
     }

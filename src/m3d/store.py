@@ -289,11 +289,18 @@ class RunFolder:
 
     def _clear(self) -> None:
         """Remove all that an earlier run left here, its pictures and exports too: they would not show the new set."""
-        made = ["loss.png", "evaluation-*", "step-*.safetensors"]
+        files, folders = ["loss.png", "evaluation-*", "step-*.safetensors"], []
         for of_set in ("", "-best", "-step-*"):
-            made += [f"images{of_set}.png", f"condensed{of_set}.npz", f"condensed{of_set}.pt", f"imagefolder{of_set}"]
-        for path in (*(self / name for name in self._KNOWN), *(p for name in made for p in self.path.glob(name))):
-            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+            files += [f"images{of_set}.png", f"condensed{of_set}.npz", f"condensed{of_set}.pt"]
+            folders.append(f"imagefolder{of_set}")
+        for path in (*(self / name for name in self._KNOWN), *(p for name in files for p in self.path.glob(name))):
+            if not path.is_dir():
+                path.unlink(missing_ok=True)
+        for path in (p for name in folders for p in self.path.glob(name)):
+            if path.is_symlink():
+                path.unlink()
+            else:
+                shutil.rmtree(path, ignore_errors=True)
         self.drop_checkpoints()
 
     def subtask(self, number: int, of: int) -> RunFolder:
@@ -353,6 +360,11 @@ class RunFolder:
             return [parse_json(line, f"a line of {str(file)!r}") for line in file.read_bytes().splitlines()]
         except OSError as error:
             raise M3DError(f"cannot read {str(file)!r}: {error.strerror or error}") from error
+
+
+def kept_as(run: Path) -> str:
+    """What a set in a run folder is called where it is not the run's last one: ``best``, ``step-1000``; else empty."""
+    return "" if run.is_dir() or run.name == RunFolder.CONDENSED else run.stem
 
 
 def _described(names: Sequence[str], shape: Sequence[int]) -> str:

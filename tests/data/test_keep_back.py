@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 
 import m3d
+from m3d.api import load_source
 from m3d.cli import main
 from m3d.data import load_data
 from m3d.data.hub import read_hub
@@ -181,3 +182,57 @@ def test_from_plain_photographs_to_a_result_also_after_they_moved(
         Image.new("RGB", (9, 9)).save(tmp_path / "split" / "test" / name / "one.png")
     code, out, err = command(capsys, "evaluate", run, "--data", tmp_path / "split", *few)
     assert code == 0, err
+
+
+def test_an_image_that_the_set_was_made_from_is_never_tested_on(photos: Path, tmp_path: Path) -> None:
+    """Data that have changed, or that would be divided otherwise, are refused where the set's own were divided."""
+    small = {"net": "convnet1:width=4", "steps": 1, "batch_real": 2, "device": "cpu"}
+    divided = {"size": 8, "test_fraction": 0.25, "val_fraction": 0.25, "split_seed": 7}
+    made = m3d.condense(photos, 1, load_options=divided, **small)
+    own = load_source(made)
+    photos.rename(tmp_path / "moved")
+    again = load_source(made, tmp_path / "moved")
+    assert again.train.fingerprint == own.train.fingerprint and again.test.fingerprint == own.test.fingerprint
+    assert load_source(made, tmp_path / "moved", test_fraction=0.25).test.fingerprint == own.test.fingerprint
+    with pytest.raises(M3DError, match="images that the set was made from might be tested on"):
+        load_source(made, tmp_path / "moved", test_fraction=0.5)
+    Image.new("RGB", (12, 10), (250, 50, 50)).save(tmp_path / "moved" / "cat" / "new.png")
+    with pytest.raises(M3DError, match="images that the set was made from might be tested on"):
+        load_source(made, tmp_path / "moved")
+    # A set of data with a test split of their own may be tested on other data that are divided.
+    whole = m3d.condense(load_data("digits"), 1, "random")
+    assert len(load_source(whole, tmp_path / "moved", size=8, test_fraction=0.5).test) > 0
+
+
+def test_bad_images_in_the_part_kept_back(photos: Path) -> None:
+    (kept,) = [int(i[0, 0, 0]) - 30 for i in load_data(photos, size=8, test_fraction=0.25).test.images[-1:]]
+    (photos / "eel" / f"{kept:02d}.png").write_text("no image")
+    with pytest.raises(M3DError, match=r"class 'eel' has no image that can be read in the part kept back to test on"):
+        load_data(photos, size=8, test_fraction=0.25, on_bad_image="skip")
+    assert load_data(photos, size=8, test_fraction=0.5, on_bad_image="skip").test.count.tolist() == [5, 10, 1]
+
+
+def test_classes_that_are_called_like_splits(photos: Path) -> None:
+    (photos / "cat").rename(photos / "train")
+    (photos / "dog").rename(photos / "valid")
+    data = load_data(photos, size=8, test_fraction=0.25)
+    assert data.class_names == ("eel", "train", "valid") and data.train.count.tolist() == [3, 8, 15]
+    (photos / "train" / "steam").mkdir()
+    assert load_data(photos, size=8, test_fraction=0.25).class_names == data.class_names  # images beside the folder
+    for image in (photos / "train").glob("*.png"):
+        image.rename(photos / "train" / "steam" / image.name)
+    with pytest.raises(M3DError, match=r"'train' holds folders, as a split does, but beside it is 'eel'"):
+        load_data(photos, size=8, test_fraction=0.25)
+
+
+def test_labels_with_gaps_and_classes_without_images_are_named(tmp_path: Path) -> None:
+    images, labels = np.zeros((12, 4, 4), np.uint8), np.array([0, 2] * 6)
+    np.savez(tmp_path / "mine.npz", x_train=images, y_train=labels)
+    with pytest.raises(M3DError, match="no image has the labels 1; allowed: 0 to 2"):
+        load_data(tmp_path / "mine.npz", test_fraction=0.25)
+    np.savez(tmp_path / "mine.npz", x_train=images, y_train=labels, class_names=np.array(["a", "b", "c", "d"]))
+    with pytest.raises(M3DError, match="train: class 'b' has no image"):
+        load_data(tmp_path / "mine.npz", test_fraction=0.25)
+    np.savez(tmp_path / "mine.npz", x_train=images, y_train=labels, class_names=np.array(["a", "b"]))
+    with pytest.raises(M3DError, match=r"class 'b' has no image|labels run from 0 to 2"):
+        load_data(tmp_path / "mine.npz", test_fraction=0.25)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any
@@ -187,7 +188,7 @@ def _condense(
 
     try:
         with (
-            last_words(interrupted),
+            last_words(interrupted) if leads else nullcontext(),
             progress_bar(quiet=as_json or not leads) as report,
             board(folder, tensorboard and leads, report) as watched,
         ):
@@ -240,7 +241,8 @@ def evaluate(
     net: Net = "convnet3",
     nets: Annotated[str | None, typer.Option(help="Several networks one after the other: convnet3,convnet4.")] = None,
     protocol: Annotated[
-        str | None, typer.Option(help="See 'm3d list protocols'; default paper (whole for --full).")
+        str | None,
+        typer.Option(help="See 'm3d list protocols'; or paper:epochs=300; default paper (whole for --full)."),
     ] = None,
     epochs: Annotated[int | None, typer.Option(help="Epochs instead of the protocol's.")] = None,
     batch: Annotated[int | None, typer.Option(help="Batch size instead of the protocol's.")] = None,
@@ -299,8 +301,6 @@ def evaluate(
     for name in names:
         make_net(name, dataset.shape, dataset.classes)  # a wrong name is said before the first is trained
     folder, kept = _home(run, out)
-    if folder is not None:
-        folder.require_writable()
     common: dict[str, Any] = {"protocol": rules, "repeats": repeats, "seed": seed, "split": split}
     common |= {"runtime": runtime, "folder": folder}
     if ranking:
@@ -327,21 +327,27 @@ def evaluate(
         if folder is not None:  # after it was printed: whatever happens to the file, the number is not lost
             folder.add_result(records[-1])
     if folder is None and run is not None:
-        typer.echo(f"m3d: this is not written down anywhere: {str(run)!r} lies in no run folder", err=True)
+        typer.echo(f"m3d: not written down: {str(run)!r} lies in no run folder that can be written to", err=True)
     if as_json:
         typer.echo(json.dumps(records if nets else records[0]))
 
 
 def _home(run: Path | None, out: Path | None) -> tuple[RunFolder | None, dict[str, str]]:
     """Where results are written down, and what they say of the set where it is not the run's last one."""
-    from m3d.store import RunFolder
+    from m3d.store import RunFolder, kept_as
 
     if run is None or run.is_dir():
-        home = out if run is None else run
-        return (None, {}) if home is None else (RunFolder(home), {})
-    if not (run.parent / RunFolder.RUN).exists():
+        if (home := out if run is None else run) is None:
+            return None, {}
+        RunFolder(home).require_writable()
+        return RunFolder(home), {}
+    folder = RunFolder(run.parent)
+    try:
+        folder.request()
+        folder.require_writable()
+    except M3DError:  # a set by itself, or in an archive: it can be measured all the same
         return None, {}
-    return RunFolder(run.parent), {} if run.name == RunFolder.CONDENSED else {"kept_as": run.name}
+    return folder, {"kept_as": name} if (name := kept_as(run)) else {}
 
 
 def _print_result(record: dict[str, Any], headline: str) -> None:
@@ -383,11 +389,11 @@ def relabel(
     """Give a condensed set soft labels: what networks trained on the real data say of its images."""
     check_reading(data, size, on_bad_image)
     from m3d import api
+    from m3d.store import kept_as
 
     home = run if run.is_dir() else run.parent
     home = home if home.name not in ("", "..") else home.resolve()
-    kept = "" if run.is_dir() or run.stem == "condensed" else f"-{run.stem}"  # best, step-1000
-    folder = out or home.with_name(f"{home.name}{kept}-soft")
+    folder = out or home.with_name("-".join(filter(None, (home.name, kept_as(run), "soft"))))
     options: dict[str, Any] = {
         "teacher": teacher,
         "teachers": teachers,

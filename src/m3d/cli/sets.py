@@ -67,8 +67,10 @@ def export(
 
 
 def _named(what: str, run: Path) -> str:
-    """``what``, with the name of the set where it is not the run's last one (best, step-1000)."""
-    return what if run.is_dir() or run.stem == "condensed" else f"{what}-{run.stem}"
+    """``what``, with the name of the set where it is not the run's last one."""
+    from m3d.store import kept_as
+
+    return f"{what}-{name}" if (name := kept_as(run)) else what
 
 
 @app.command(

@@ -84,14 +84,12 @@ def read_folder(
     first = classes[0] if classes else ""  # a folder without it, as ILSVRC's unlabelled test, is not the test split
     test_root = next((root / name for name in _TEST_FOLDERS if (root / name / first).is_dir()), None)
     if keep_back is not None:
-        if test_root is not None:
-            raise keep_back.refuse(str(root))
-        base = root / "train" if (root / "train").is_dir() else root
+        base = _undivided(root, keep_back)
         names = _class_names(base, classes)
         return *read(*keep_back.of(FolderFiles(base, names)), size, handling or Handling()), names
     if not (root / "train").is_dir() or test_root is None:
         missing = "train" if test_root is not None else "test" if (root / "train").is_dir() else "train or test"
-        raise M3DError(f"{root}: has no {missing} folder; {_LAYOUT}{_OR_KEEP_BACK}")
+        raise M3DError(f"{root}: has no {missing} folder; {_LAYOUT}{'' if test_root else _OR_KEEP_BACK}")
     names, test_names = _class_names(root / "train", classes), _class_names(test_root, classes)
     if set(names) != set(test_names):
         missing = ", ".join(sorted(set(names) - set(test_names))) or "none"
@@ -99,6 +97,27 @@ def read_folder(
         raise M3DError(f"{test_root}: must have the classes of train; missing: {missing}; not in train: {extra}")
     train, test = read(FolderFiles(root / "train", names), FolderFiles(test_root, names), size, handling or Handling())
     return train, test, names
+
+
+def _undivided(root: Path, keep_back: KeepBack) -> Path:
+    """The folder whose class folders are to be divided: ``train`` where that is a split, else ``root`` itself."""
+    folders = [path.name for path in sorted(root.iterdir()) if not path.name.startswith(".") and _is_folder(path)]
+    splits = [name for name in folders if name in ("train", *_TEST_FOLDERS) and _holds_folders(root / name)]
+    classes = [name for name in folders if name not in splits]
+    if splits and classes:
+        raise M3DError(
+            f"{root}: {splits[0]!r} holds folders, as a split does, but beside it is {classes[0]!r}; "
+            f"put all class folders into {root / 'train'}, or directly into {root}"
+        )
+    if set(splits) - {"train"}:
+        raise keep_back.refuse(str(root))
+    return root / "train" if splits else root
+
+
+def _holds_folders(path: Path) -> bool:
+    """Whether this holds folders and no images, as a split does; a class of that name holds images."""
+    inside = [p for p in path.iterdir() if not p.name.startswith(".")]
+    return any(p.is_dir() for p in inside) and not any(p.name.lower().endswith(SUFFIXES) for p in inside)
 
 
 def resize(images: np.ndarray, size: int) -> np.ndarray:

@@ -172,7 +172,10 @@ def _judged(
     for source, part in zip(sources, parts, strict=True):
         for c in (part.count == 0).nonzero().flatten().tolist():
             where = Path(source.name(int(source.count[:c].sum()))).parent
-            raise M3DError(f"{where}: class {source.class_names[c]!r} has no image that can be read; see {report}")
+            raise M3DError(
+                f"{where}: class {source.class_names[c]!r} has no image that can be read"
+                f"{getattr(source, 'which', '')}; see {report}"
+            )
     return parts[0], parts[1]
 
 

@@ -24,8 +24,9 @@ class HasTestSplit(M3DError):
 class Part:
     """Some images of a source, in its order."""
 
-    def __init__(self, whole: Source, index: np.ndarray, count: np.ndarray):
+    def __init__(self, whole: Source, index: np.ndarray, count: np.ndarray, which: str = ""):
         self.class_names, self.count = whole.class_names, count
+        self.which = which  # what an error says of them, after "no image"
         self._whole, self._index = whole, index
 
     def __len__(self) -> int:
@@ -57,16 +58,20 @@ class KeepBack:
     def of(self, whole: Source) -> tuple[Part, Part]:
         """(train, test)"""
         (rest, rest_count), (kept, kept_count) = self._drawn(whole.count)
-        return Part(whole, rest, rest_count), Part(whole, kept, kept_count)
+        which = " in the part kept back to test on (keep back more, or remove what cannot be read)"
+        return Part(whole, rest, rest_count), Part(whole, kept, kept_count, which)
 
-    def of_arrays(self, arrays: Arrays, where: str) -> Arrays:
-        """The same data with a test split, which they must not have."""
+    def of_arrays(self, arrays: Arrays, names: Sequence[str], where: str) -> Arrays:
+        """The same data with a test split, which they must not have; ``names`` are those of their classes."""
         if len(arrays.x_test) or len(arrays.y_test):
             raise self.refuse(where)
         if len(arrays.x_train) != len(arrays.y_train):
             raise M3DError(f"{where}: train: {len(arrays.x_train)} images but {len(arrays.y_train)} labels")
+        count = np.bincount(arrays.y_train, minlength=len(names))
+        for c in np.flatnonzero(count[: len(names)] == 0).tolist():
+            raise M3DError(f"{where}: train: class {names[c]!r} has no image; every class needs at least one")
         order = np.argsort(arrays.y_train, kind="stable")
-        (rest, _), (kept, _) = self._drawn(np.bincount(arrays.y_train))
+        (rest, _), (kept, _) = self._drawn(count)
         rest, kept = order[rest], order[kept]
         x, y = arrays.x_train, arrays.y_train
         return Arrays(x[rest], y[rest], x[kept], y[kept], arrays.class_names)

@@ -141,7 +141,8 @@ def _from_path(
         raise M3DError(f"{path}: is neither a folder of images nor an .npz file")
     arrays, record = readers.read_npz(path, test=keep_back is None), official.find(path.stem)
     if keep_back is not None:
-        arrays = keep_back.of_arrays(arrays, str(path))
+        names = arrays.class_names or (record.class_names if record else _numbered(arrays.y_train, f"{path}: train"))
+        arrays = keep_back.of_arrays(arrays, names, str(path))
     return _from_arrays(arrays, record, record.name if record else path.stem, size, recipe, where=str(path))
 
 
