@@ -600,6 +600,18 @@ def test_a_recorded_command_can_be_typed_again_and_a_resumed_set_names_the_first
     assert shlex.split(manifest["command"]) == again and shlex.split(manifest["begun_by"]) == words
 
 
+def test_threads_wait_patiently_unless_told_otherwise(capsys, monkeypatch):
+    for given, expected in (({}, "3000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)):
+        with monkeypatch.context() as patch:
+            for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+                patch.setenv(name, "")  # put back afterwards
+                patch.delenv(name)
+            for name, value in given.items():
+                patch.setenv(name, value)
+            run(capsys, "--version")
+            assert os.environ.get("GOMP_SPINCOUNT") == expected
+
+
 def test_list_alone_names_what_can_be_listed(capsys):
     code, out, _ = run(capsys, "list")
     assert code == 0 and "m3d list methods" in out.splitlines() and len(out.splitlines()) == 6
