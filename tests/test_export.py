@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -112,3 +113,21 @@ def test_names_that_no_font_can_draw_are_said_once(tmp_path, caplog, recwarn, mo
     (axes,) = pictures.mosaic_figure(torch.rand(3, 4, 1, 8, 8), names, "three").axes
     for text in (axes.get_yticklabels()[0], axes.title if axes.get_title() else axes._left_title):
         assert text.get_fontfamily() == ["sans-serif", "STIXGeneral"]
+
+
+def test_a_replacement_that_fails_loses_nothing(condensed, tmp_path, monkeypatch):
+    folder = export(condensed, "imagefolder", tmp_path / "out")
+    before, rename = sorted(folder.rglob("*")), Path.rename
+
+    def fail(path, target):
+        if path.name.startswith(".out.") and not path.name.endswith(".old"):
+            raise OSError("no space")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", fail)
+    with pytest.raises(M3DError, match=r"cannot write .*out': no space"):
+        export(condensed, "imagefolder", folder, overwrite=True)
+    assert sorted(folder.rglob("*")) == before and [p.name for p in tmp_path.iterdir()] == ["out"]
+    monkeypatch.undo()
+    export(condensed, "imagefolder", folder, overwrite=True)
+    assert sorted(folder.rglob("*")) == before and [p.name for p in tmp_path.iterdir()] == ["out"]

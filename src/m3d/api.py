@@ -10,17 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from m3d.data import Dataset, load_data
-from m3d.data.keep_back import HasTestSplit
-from m3d.data.sources import NotThere
 from m3d.engine import Progress
 from m3d.errors import M3DError, unknown
 from m3d.evaluation import Result
 from m3d.evaluation import evaluate as evaluate_set
+from m3d.origin import load_source
 from m3d.prepare import option_names, prepare
 from m3d.ranking import Ranking
 from m3d.ranking import rank as rank_set
 from m3d.registry import canonical
-from m3d.requests import checked_part, checked_request, load_recipe
+from m3d.requests import checked_request, load_recipe
 from m3d.runtime import Runtime
 from m3d.shards import Ranks
 from m3d.store import CondensedSet, RunFolder
@@ -244,64 +243,3 @@ def relabel(
         folder.begin({"relabel": dict(labelled.manifest["soft_labels"]), "set": labelled.fingerprint}, overwrite)
         labelled.save(folder / RunFolder.CONDENSED)
         return labelled
-
-
-def load_source(
-    condensed: CondensedSet,
-    data: str | Path | None = None,
-    data_root: str | Path | None = None,
-    size: int | None = None,
-    zca: bool | None = None,
-    on_bad_image: str | None = None,
-    test_fraction: float = 0.0,
-) -> Dataset:
-    """The dataset a set was made from (and it must be unchanged), or the one named instead.
-
-    It is whitened if the set's was, unless ``zca`` says otherwise; images of another place are brought to the set's
-    size and divided as its data were, unless told otherwise.
-    """
-    source = condensed.manifest["data"]
-    zca = "transform" in source if zca is None else zca
-    recipe: Mapping[str, Any] = source["recipe"] if isinstance(source.get("recipe"), dict) else {}
-    if data is not None:
-        reading: dict[str, Any] = {"data_root": data_root, "zca": zca, "on_bad_image": on_bad_image or "error"}
-        reading["size"] = checked_part(recipe, "size", "the set's manifest") if size is None else size
-        return _named_instead(data, recipe, source.get("fingerprint"), test_fraction, reading)
-    if "source" not in recipe:
-        raise M3DError("the set's manifest does not say where its data came from; name the dataset (--data)")
-    own = {"data_root": data_root, "download": True} if data_root else {}
-    try:
-        dataset = load_recipe(recipe, "the set's manifest", zca=zca, **own)
-    except NotThere as error:
-        raise M3DError(
-            f"the data that the set was made from: {error}; name the place they are at now (--data)"
-        ) from error
-    if dataset.train.fingerprint != source.get("fingerprint"):
-        raise M3DError(f"{dataset.name} has changed since the set was made from it; name the data to test on (--data)")
-    return dataset
-
-
-def _named_instead(
-    data: str | Path, recipe: Mapping[str, Any], fingerprint: str | None, fraction: float, reading: dict[str, Any]
-) -> Dataset:
-    """Other data than the set's own; those without a test split are divided as its own were.
-
-    An image that the set was made from must not be tested on: what was divided before is divided in the same way or
-    not at all.
-    """
-    parts = ("test_fraction", "val_fraction", "split_seed")
-    before = {k: v for k in parts if (v := checked_part(recipe, k, "the set's manifest")) is not None}
-    if "test_fraction" not in before:
-        return load_data(data, test_fraction=fraction, **reading)
-    try:
-        dataset = load_data(data, **{**before, "test_fraction": fraction or before["test_fraction"]}, **reading)
-    except HasTestSplit:
-        if fraction:
-            raise
-        return load_data(data, **reading)
-    if dataset.train.fingerprint != fingerprint:
-        raise M3DError(
-            f"{dataset.name} is not what the set was made from, or was divided otherwise, so images that the set was "
-            f"made from might be tested on; name data with a test split of their own (--data)"
-        )
-    return dataset

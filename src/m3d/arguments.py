@@ -48,17 +48,17 @@ def check_evaluate(
     ):
         if value is not None and not allowed:
             raise M3DError(f"{option} {value}: {rule}")
-    check_reading(full or data, size, on_bad_image)
-    if run is not None and data is None and test_fraction:
-        raise M3DError(f"--test-fraction {test_fraction}: a run's data are divided as they were when it was made")
+    check_reading(full or data, size, on_bad_image, test_fraction)
 
 
-def check_reading(data: str | None, size: int | None, on_bad_image: str | None) -> None:
+def check_reading(data: str | None, size: int | None, on_bad_image: str | None, test_fraction: float = 0.0) -> None:
     """Refuse to read a run's own data in another way than it was made with."""
     if data is None and size is not None:
         raise M3DError(f"--size {size}: a run's data keep the size they were made with")
     if data is None and on_bad_image is not None:
         raise M3DError(f"--on-bad-image {on_bad_image}: a run's data are read as they were when it was made")
+    if data is None and test_fraction:
+        raise M3DError(f"--test-fraction {test_fraction}: a run's data are divided as they were when it was made")
 
 
 def one_process_unless(shared: bool) -> None:

@@ -95,15 +95,27 @@ def _image_folder(condensed: CondensedSet, images: Tensor, labels: Tensor, desti
         write_json(workplace / _MANIFEST, dict(condensed.manifest))
         workplace.chmod(0o755)
         sync_tree(workplace)
-        if destination.exists():  # moved away first: at no time is half of it there
-            destination.rename(workplace.with_name(f"{workplace.name}.old"))
-        workplace.rename(destination)
+        _put(workplace, destination)
         sync_folder(destination.parent)
     except OSError as error:
         raise M3DError(f"cannot write {str(destination)!r}: {error.strerror or error}") from error
     finally:
-        for leftover in (workplace, workplace.with_name(f"{workplace.name}.old")):
-            shutil.rmtree(leftover, ignore_errors=True)
+        shutil.rmtree(workplace, ignore_errors=True)
+
+
+def _put(folder: Path, destination: Path) -> None:
+    """Give a folder its name. What has the name is moved away first, and comes back if that fails."""
+    if not destination.exists():
+        folder.rename(destination)
+        return
+    old = folder.with_name(f"{folder.name}.old")
+    destination.rename(old)
+    try:
+        folder.rename(destination)
+    except OSError:
+        old.rename(destination)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _soft_rows(names: list[str], files: list[str], soft: Tensor) -> str:

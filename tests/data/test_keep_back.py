@@ -10,13 +10,13 @@ import pytest
 from PIL import Image
 
 import m3d
-from m3d.api import load_source
 from m3d.cli import main
 from m3d.data import load_data
 from m3d.data.hub import read_hub
 from m3d.data.ingest import Handling
 from m3d.data.keep_back import HasTestSplit, KeepBack
 from m3d.errors import M3DError
+from m3d.origin import load_source
 
 COUNTS = {"cat": 10, "dog": 20, "eel": 4}
 

@@ -17,11 +17,11 @@ from safetensors.torch import save as serialise
 from strange import as_json, cases, changed, damaged, numbers, tame, texts, values
 
 import m3d
-from m3d import api
 from m3d.data import load_data
 from m3d.errors import Interrupted
 from m3d.export import export
 from m3d.files import read_checked, sha256, write_checked
+from m3d.origin import load_source
 from m3d.report import rows_of
 from m3d.store import CondensedDataset, CondensedSet, RunFolder
 
@@ -70,7 +70,7 @@ def use(path, place) -> None:
     if made is not None:
         tame(lambda: made.decoded(True))
         tame(lambda: CondensedDataset(made, normalise=False)[0])
-        tame(lambda: api.load_source(made))
+        tame(lambda: load_source(made))
         tame(lambda: rows_of([path]))
         shutil.rmtree(place / "pictures", ignore_errors=True)
         tame(lambda: export(made, "imagefolder", place / "pictures"))

@@ -116,8 +116,9 @@ def condense(
         from m3d.store import RunFolder
 
         had_finished = RunFolder(resume).finished
-        again = Path(resume)
-        _condense(lambda api, report: api.resume(again, report=report), again, as_json, tensorboard, had_finished, True)
+        _condense(
+            lambda api, report: api.resume(resume, report=report), resume, as_json, tensorboard, had_finished, True
+        )
         return
     if data is None:
         raise M3DError(
@@ -279,11 +280,11 @@ def evaluate(
     check_evaluate(run, full, data, out, size, on_bad_image, test_fraction)
     parts = {"--selections": selections, "--full-epochs": full_epochs, "--full-run": full_run}
     check_ranking(ranking, full, parts)
-    from m3d.api import load_source
     from m3d.data import load_data
     from m3d.evaluation import evaluate as evaluate_set
     from m3d.evaluation import evaluate_whole, make_protocol
     from m3d.nets import make_net
+    from m3d.origin import load_source
     from m3d.ranking import rank, recorded_whole
     from m3d.runtime import Runtime
     from m3d.store import CondensedSet, RunFolder

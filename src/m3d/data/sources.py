@@ -141,8 +141,7 @@ def _from_path(
         raise M3DError(f"{path}: is neither a folder of images nor an .npz file")
     arrays, record = readers.read_npz(path, test=keep_back is None), official.find(path.stem)
     if keep_back is not None:
-        names = arrays.class_names or (record.class_names if record else _numbered(arrays.y_train, f"{path}: train"))
-        arrays = keep_back.of_arrays(arrays, names, str(path))
+        arrays = keep_back.of_arrays(arrays, _names(arrays, record, str(path)), str(path))
     return _from_arrays(arrays, record, record.name if record else path.stem, size, recipe, where=str(path))
 
 
@@ -151,7 +150,7 @@ def _from_arrays(
 ) -> Dataset:
     """A dataset of arrays, with the class names and statistics of its record where it has one."""
     where = where or name
-    names = arrays.class_names or (record.class_names if record else _numbered(arrays.y_train, f"{where}: train"))
+    names = _names(arrays, record, where)
     channels = arrays.x_train.shape[3]
     if record and (len(names), channels) != (len(record.class_names), record.channels):
         raise M3DError(
@@ -167,6 +166,11 @@ def _from_arrays(
 def _sorted(x: np.ndarray, y: np.ndarray, names: tuple[str, ...], size: int | None, split: str) -> ClassData:
     """Images [N, h, w, ch] and labels [N] as class data, resized if asked."""
     return ClassData.from_labels(x if size is None else folder.resize(x, size), y, names, split)
+
+
+def _names(arrays: Arrays, record: Record | None, where: str) -> tuple[str, ...]:
+    """The classes' names: the file's, else the record's, else numbers."""
+    return arrays.class_names or (record.class_names if record else _numbered(arrays.y_train, f"{where}: train"))
 
 
 def _numbered(labels: np.ndarray, split: str) -> tuple[str, ...]:
