@@ -21,7 +21,7 @@ from m3d.nets import FlatNet, make_net
 from m3d.objectives import MMD, Objective
 from m3d.players import Descent
 from m3d.pools import Fresh, World
-from m3d.runtime import Runtime
+from m3d.runtime import COMPILE_FROM, Runtime
 from m3d.select import RandomReal
 from m3d.step import BLOCK, Step
 from m3d.synth import Tiles
@@ -482,6 +482,28 @@ def test_wrong_settings_fail_before_any_work(tiny):
             Runtime.choose(**arguments)
 
 
+def test_records_say_what_part_of_a_device_a_run_had(monkeypatch):
+    assert "device_share" not in Runtime.choose("cpu").describe()
+    monkeypatch.setenv("M3D_DEVICE_SHARE", "0.25")
+    assert Runtime.choose("cpu").describe()["device_share"] == 0.25
+    for wrong in ("0", "1.5", "a half", "nan"):
+        monkeypatch.setenv("M3D_DEVICE_SHARE", wrong)
+        with pytest.raises(M3DError, match=f"M3D_DEVICE_SHARE='{wrong}'"):
+            Runtime.choose("cpu")
+
+
+@pytest.mark.parametrize(("method", "steps", "compiled"), [("m3d", 6000, True), ("m3d", 5999, False),
+                                                           ("idc", 6000, False), ("idc", 20_000, True)])  # fmt: skip
+def test_a_step_is_compiled_where_that_pays(tiny, monkeypatch, method, steps, compiled):
+    """Gradients of gradients take long to compile, so they must be taken more often."""
+    monkeypatch.setattr(Runtime, "compiles", lambda self, n, least=COMPILE_FROM: asked.append(n >= least))
+    asked: list[bool] = []
+    built, _ = make_method(method, Task("tiny", tiny.shape, 3, 1), {"steps": steps, "batch_real": 2})
+    net = FlatNet(make_net(NET, tiny.shape, 3))
+    Step(built, tiny, net, built.tiles.encode(built.init(tiny, built.tiles.cells, 0, CPU)), 0, CPU)
+    assert asked == [compiled]
+
+
 def test_every_run_has_its_own_versions_of_the_compiled_step(tiny):
     """More runs than the compiler keeps versions of one function: each is compiled, none silently falls back."""
     torch._dynamo.reset()
@@ -501,16 +523,6 @@ def test_every_run_has_its_own_versions_of_the_compiled_step(tiny):
             value = torch.compile(steps[-1].own_loss(), backend=backend, fullgraph=True, dynamic=False)(*draws)
         assert len(compiled) == k + 1
         torch.testing.assert_close(value, steps[-1].loss(*draws))
-
-
-def test_a_graph_that_grows_with_the_classes_is_compiled_only_when_asked_for(tiny, monkeypatch):
-    asked = []
-    monkeypatch.setattr(Runtime, "compiles", lambda self, steps: asked.append(steps) or False)
-    for name in ("dm", "dc"):
-        method = make_method(name, Task("tiny", tiny.shape, 3, 1), {"steps": 7, "batch_real": 2})[0]
-        net = FlatNet(make_net(NET, tiny.shape, 3))
-        Step(method, tiny, net, method.init(tiny, 1, 0, CPU), 0, CPU)
-    assert asked == [7, 0]
 
 
 def test_a_method_says_what_precision_it_needs_on_a_gpu(tiny, monkeypatch):

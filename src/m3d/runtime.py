@@ -31,7 +31,7 @@ DEVICES = ("auto", "cpu", "cuda")
 PRECISIONS = ("auto", "fp16", "bf16", "tf32", "fp32")
 STEP_MODES = ("auto", "eager", "compile")
 _FP16_SCALE = 2.0**10
-_COMPILE_FROM = 6000  # steps on CUDA from which compiling pays with a warm cache (with a cold one: 25,000; LAB.md)
+COMPILE_FROM = 6000  # steps on CUDA from which compiling pays with a warm cache (with a cold one: 25,000; LAB.md)
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,7 @@ class Runtime:
             precision = "bf16" if device.startswith("cuda") else "fp32"
         if precision in ("fp16", "tf32") and device == "cpu":
             raise M3DError(f"precision {precision!r} is for CUDA only; allowed on the CPU: bf16, fp32")
+        device_share()  # refused before any work
         return cls(torch.device(device), precision, deterministic, step_mode)
 
     @property
@@ -77,10 +78,10 @@ class Runtime:
         """
         return _FP16_SCALE if self.precision == "fp16" else 1.0
 
-    def compiles(self, steps: int) -> bool:
-        """Whether a step repeated ``steps`` times is worth compiling."""
+    def compiles(self, steps: int, least: int = COMPILE_FROM) -> bool:
+        """Whether a step repeated ``steps`` times is worth compiling, one that pays from ``least`` of them."""
         if self.step_mode == "auto":
-            return self.device.type == "cuda" and steps >= _COMPILE_FROM
+            return self.device.type == "cuda" and steps >= least
         return self.step_mode == "compile"
 
     @contextmanager
@@ -121,7 +122,23 @@ class Runtime:
             "m3d": __version__,
             "commit": commit(),
             "command": shlex.join([Path(sys.argv[0]).stem.replace("__main__", "m3d"), *sys.argv[1:]]),
+            **({} if device_share() == 1 else {"device_share": device_share()}),
         }
+
+
+def device_share() -> float:
+    """The part of its device that this process has, where others compute on it too: ``M3D_DEVICE_SHARE``, else 1.
+
+    Records keep it, for what was timed on a shared device took longer than it would alone.
+    """
+    given = os.environ.get("M3D_DEVICE_SHARE", "1")
+    try:
+        share = float(given)
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 1:
+        raise M3DError(f"M3D_DEVICE_SHARE={given!r} in the environment is not valid; allowed: above 0, at most 1")
+    return share
 
 
 def commit() -> str | None:

@@ -21,7 +21,7 @@ from m3d.method import Method
 from m3d.nets.flat import FlatNet
 from m3d.players import LivePlayer, Player
 from m3d.pools import World
-from m3d.runtime import Runtime, pick
+from m3d.runtime import COMPILE_FROM, Runtime, pick
 from m3d.shards import Shard
 from m3d.synth import Synthetic
 from m3d.types import Batch, Eyes, Reading
@@ -81,9 +81,9 @@ class Step(nn.Module):
         self.together = self.objective.across_classes or net.mixes_images  # whether classes must go through at once
         at_once = self.shard.at_once or _classes_at_once(data, matching.batch_real)
         self.chunk = classes if self.together else min(classes, at_once)
-        steps = 0 if getattr(matching.probe, "large_graph", False) else matching.steps
+        least = getattr(matching.probe, "compile_from", COMPILE_FROM)
         self._loss: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = self.loss
-        if runtime.compiles(steps):
+        if runtime.compiles(matching.steps, least):
             self._loss = torch.compile(self.own_loss(), dynamic=False)
             self._rehearse()
 

@@ -18,12 +18,14 @@ from PIL import Image
 
 from m3d.errors import M3DError
 from m3d.grid.cells import Cell, Overrides
+from m3d.reproduce import figures
 from m3d.reproduce.cells import FACTS, Plan
 from m3d.reproduce.figures import WIDTH
 from m3d.reproduce.measures import picture
 from m3d.reproduce.plans import PLANS
-from m3d.reproduce.records import Records
+from m3d.reproduce.records import Place, Records, read
 from m3d.reproduce.render import render
+from m3d.reproduce.tables import _number
 from m3d.reproduce.toy import compare
 from m3d.store import CondensedSet
 
@@ -226,3 +228,17 @@ def test_memory_and_time_have_columns_of_their_own(everything):
     assert "| M3D+, s |" in text.replace("IPC | M3D+, s", "| M3D+, s") and "## Time" in text
     row = next(line for line in text.partition("## Time")[2].splitlines() if line.startswith("| CIFAR-10 | 10 |"))
     assert "40.0" in row and "63.5" not in row  # invented seconds, no published accuracy beside them
+
+
+def test_times_on_a_shared_device_are_said_to_be_at_most(tmp_path):
+    plan = PLANS["methods"]
+    cell = next(c for c in plan.cells if c.key == "cifar10/10/m3d@paper/seed0")
+    record = invented(cell)
+    assert not read(record, "seconds").at_most
+    record["condensation"][0]["device_share"] = 0.25
+    place = read(record, "seconds")
+    assert place == Place(40.0, at_most=True) and _number(place, 1) == "≤ 40.0"
+    records = Records(tmp_path, plan, Overrides())
+    records.journal.add(cell, record)
+    (axes,) = figures.methods(records)["-ipc10"].axes
+    assert axes.lines[0].get_markerfacecolor() == "white" and "shared GPU" in axes.get_xlabel()

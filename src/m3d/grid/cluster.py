@@ -162,6 +162,7 @@ class Cluster:
         usable = device != "cpu" and any(n.get("GPU", 0) for n in nodes)
         gpus = float(usable) if gpus is None else gpus
         self.share = {"num_cpus": cpus, "num_gpus": gpus}
+        self.environment = {"M3D_DEVICE_SHARE": str(gpus)} if 0 < gpus < 1 else {}  # for the records
         self.width = sum(_room(n, cpus, gpus) for n in nodes)
         if not self.width:
             raise M3DError(f"no node of the cluster has the {cpus:g} CPUs and {gpus:g} GPUs that a cell asks for "
@@ -235,6 +236,7 @@ class _Crew:
         token = f"{node()} {os.getpid()} {time.time_ns()}"
         (out / _TOKEN).write_text(token)
         environment = {name: os.environ[name] for name in _PASSED if name in os.environ}
+        environment |= self._cluster.environment
         plugins = tuple(dict.fromkeys(path.resolve() for path in loaded_plugins()))
         return _Setup(place, job.journal.overrides, job.measures, token, tuple(sys.argv), environment, plugins)
 

@@ -46,7 +46,10 @@ def steps(records: Records) -> dict[str, Figure]:
 
 
 def methods(records: Records) -> dict[str, Figure]:
-    """Accuracy under one protocol against seconds of condensing; what takes none is a line across."""
+    """Accuracy under one protocol against seconds of condensing; what takes none is a line across.
+
+    Open markers are times of runs that shared their GPU.
+    """
     figures = {}
     for ipc in (10, 1):
         cells = f"{ipc}, paper"
@@ -71,7 +74,8 @@ def _against_time(found: dict[str, Place | None], seconds: dict[str, Place | Non
             continue
         spread = place.sd if place and place.sd else 0.0
         colour, marker = (_BLUE, "o") if key.startswith("M3D") else (_ORANGE, "s")
-        axes.errorbar(time.mean, accuracy, spread, color=colour, marker=marker, **_line_settings())
+        filling: dict[str, Any] = {"markerfacecolor": "white"} if time.at_most else {}
+        axes.errorbar(time.mean, accuracy, spread, color=colour, marker=marker, **filling, **_line_settings())
         points[key] = time.mean, accuracy
     axes.set_xscale("log")
     marks = [m * 10**k for k in range(6) for m in (1, 2, 5)]
@@ -81,7 +85,8 @@ def _against_time(found: dict[str, Place | None], seconds: dict[str, Place | Non
     axes.set_xlim(min(times) / 1.5, max(times) * 1.9)
     axes.margins(y=0.08)
     _across(axes, levels)
-    axes.set_xlabel("condensing, s", fontsize=_FONT)
+    shared = any(time and time.at_most for time in seconds.values())
+    axes.set_xlabel("condensing, s" + (" (open: at most, on a shared GPU)" if shared else ""), fontsize=_FONT)
     axes.set_ylabel("test accuracy, %", fontsize=_FONT)
     axes.set_title(title, fontsize=_FONT)
     _name(figure, axes, points)
@@ -111,7 +116,7 @@ def _name(figure: Figure, axes: Axes, points: dict[str, tuple[float, float]]) ->
     page = {name: axes.transData.transform(p) * 72 / figure.dpi for name, p in points.items()}  # in points
     taken = [(x - 3, y - 3, x + 3, y + 3) for x, y in page.values()]
     for name, (x, y) in page.items():
-        width, height = 0.62 * (_FONT - 1) * len(name), _FONT - 1.0
+        width, height = 0.68 * (_FONT - 1) * len(name), _FONT - 1.0
         sides = {
             (5, 0, "left", "center"): (x + 4, y - height / 2),
             (-5, 0, "right", "center"): (x - 5 - width, y - height / 2),

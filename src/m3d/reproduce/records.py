@@ -22,6 +22,7 @@ class Place:
     n: int | None = None
     seeds: int = 1
     text: str = ""
+    at_most: bool = False  # a time measured while others computed on the same device
 
 
 class Records:
@@ -55,7 +56,8 @@ class Records:
             return places[0] if places else None
         means = [p.mean for p in places if p.mean is not None]
         n = sum(p.n for p in places if p.n is not None) or None
-        return Place(statistics.fmean(means), statistics.stdev(means), n, len(means))
+        at_most = any(p.at_most for p in places)
+        return Place(statistics.fmean(means), statistics.stdev(means), n, len(means), at_most=at_most)
 
 
 def read(record: Record, measure: str) -> Place | None:
@@ -75,7 +77,8 @@ def _condensing(unit: float) -> Callable[[Record, str], Place | None]:
     def seconds(record: Record, which: str) -> Place | None:
         parts: Sequence[Record] = record.get("condensation", ())
         steps = sum(part.get("steps") or 0 for part in parts)
-        return Place(sum(part["seconds"] for part in parts) / unit) if steps else None
+        shared = any("device_share" in part for part in parts)
+        return Place(sum(part["seconds"] for part in parts) / unit, at_most=shared) if steps else None
 
     return seconds
 

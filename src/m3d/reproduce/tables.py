@@ -12,7 +12,8 @@ from m3d.reproduce.records import Place, Records
 _LEGEND = (
     "Each place: ours ± sd (n networks), the published value, the difference of accuracies. Ours is the accuracy "
     "after the last epoch, in percent; ± is over the networks of one set, or over the means of several condensation "
-    "seeds where n says seeds × networks. – : not run, or not published. † : run again by the paper's authors."
+    "seeds where n says seeds × networks. – : not run, or not published. † : run again by the paper's authors. "
+    "≤ : timed while other runs computed on the same device."
 )
 _FIELDS = (
     "table", "row", "column", "ours", "sd", "n", "seeds", "text", "published", "published_sd", "difference", "source",
@@ -100,7 +101,8 @@ def _number(place: Place, digits: int) -> str:
         return place.text
     spread = "" if place.sd is None else f" ± {place.sd:.{digits}f}"
     many = f"{place.seeds} × {place.n // place.seeds}" if place.n and place.seeds > 1 else str(place.n)
-    return f"{place.mean:.{digits}f}{spread}" + ("" if place.n is None else f" (n {many})")
+    bound = "≤ " if place.at_most else ""
+    return f"{bound}{place.mean:.{digits}f}{spread}" + ("" if place.n is None else f" (n {many})")
 
 
 def _digits(measure: str) -> int:
