@@ -21,7 +21,9 @@ ALLOWED = {
     "m3d.files": set(),
     "m3d.normalise": set(),
     "m3d.kernels": set(),
-    "m3d.augment": set(),
+    "m3d.fused_augment": set(),
+    "m3d.augment": {"m3d.fused_augment"},
+    "m3d.rehearsal": {"m3d.augment", "m3d.nets"},
     "m3d.synth": {"m3d.normalise"},
     "m3d.players": set(),
     "m3d.runtime": set(),
@@ -64,8 +66,8 @@ ALLOWED = {
         "m3d.select", "m3d.synth",
     },
     "m3d.step": {
-        "m3d.augment", "m3d.data", "m3d.method", "m3d.nets", "m3d.players", "m3d.pools", "m3d.runtime", "m3d.shards",
-        "m3d.synth",
+        "m3d.augment", "m3d.data", "m3d.method", "m3d.nets", "m3d.players", "m3d.pools", "m3d.rehearsal", "m3d.runtime",
+        "m3d.shards", "m3d.synth",
     },
     "m3d.grid": {
         "m3d.api", "m3d.data", "m3d.engine", "m3d.evaluation", "m3d.files", "m3d.runtime", "m3d.store", "m3d.terminal",

@@ -6,6 +6,8 @@ from torch.nn import functional
 
 pytest.importorskip("triton", reason="Triton is not installed (the dev extra has it)")
 
+from m3d.augment import UNIFORMS, Augment, Parameters
+from m3d.fused_augment import augment
 from m3d.nets import FlatNet, make_net
 from m3d.nets.fused_norm import norm_fits, norm_relu_pool
 from m3d.nets.fused_stem import stem, stem_fits
@@ -62,6 +64,30 @@ def test_stem(nets, n, channels, h, w, padding):
     agree(frozen, naive, (x,))
 
 
+@pytest.mark.parametrize(
+    "operations", ["color+crop+cutout", "flip+crop", "color", "flip+cutout", "color|crop|cutout|flip"]
+)
+@pytest.mark.parametrize(("channels", "h", "w"), [(3, 8, 8), (1, 7, 5), (3, 34, 40)])
+def test_augmentation(operations, channels, h, w):
+    """Every operation it knows, in images smaller and larger than a tile: the value and the gradient."""
+    chosen, groups = Augment.parse(operations), 6
+    uniforms = torch.rand(groups, UNIFORMS, generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    parameters = chosen.parameters(uniforms, (h, w))
+    images = tensor(groups, 2, channels, h, w)
+    assert chosen.fits(images)
+    naive = chosen.apply(images.cpu(), Parameters(*(part.cpu() for part in parameters))).to(DEVICE)
+    agree(augment(images, parameters.packed()), naive, (images,), tolerance=1e-6)
+
+
+def test_augmentations_that_one_kernel_does_not_do():
+    images = torch.zeros(1, 1, 3, 8, 8)
+    assert Augment.parse("color+crop").fits(images)
+    for operations in ("none", "color+rotate", "crop|scale"):
+        assert not Augment.parse(operations).fits(images)
+    assert not Augment.parse("crop").fits(images.half())
+    assert not Augment.parse("crop").fits(torch.zeros(1, 1, 5, 8, 8))
+
+
 def test_which_sizes_fit():
     assert norm_fits(32, 32, 128) and norm_fits(2, 2, 16)
     assert norm_fits(112, 112, 128) and not norm_fits(7, 8, 128) and not norm_fits(8, 8, 24)
@@ -109,8 +135,11 @@ def test_the_fused_ops_trace_into_one_graph():
     ).requires_grad_()
     x = tensor(2, 3, 3, 8, 8)
 
+    chosen = Augment.parse("color+crop+cutout")
+    numbers = chosen.parameters(torch.rand(2, UNIFORMS, device=DEVICE), (8, 8)).packed()
+
     def loss(flat, x):
-        return net.net._fused(net.unflatten(flat), x, torch.float32).logits.square().sum()
+        return net.net._fused(net.unflatten(flat), augment(x, numbers), torch.float32).logits.square().sum()
 
     compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
     for a, b in zip(
@@ -123,21 +152,27 @@ _COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from m3d import fused_augment
 from m3d.nets import fused_norm
 
 half = {"y_ptr", "out_ptr", "grad_ptr"}
-for kernel in (fused_norm._norm_forward_tiled, fused_norm._norm_backward_tiled):
-    signature, constants = {}, {"Q": 64, "BC": 32, "TILES": 49}
-    for name in kernel.arg_names:
-        pointer = "*bf16" if name in half else "*fp32"
-        number = "fp32" if name == "eps" else "i32"
-        signature[name] = "constexpr" if name in constants else pointer if name.endswith("_ptr") else number
-    source = ASTSource(kernel, signature, {(kernel.arg_names.index(k),): v for k, v in constants.items()})
-    assert triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).metadata.shared < 48_000
+norms = (fused_norm._norm_forward_tiled, fused_norm._norm_backward_tiled), {"Q": 64, "BC": 32, "TILES": 49}, half
+augmentation = fused_augment._augment_forward, fused_augment._augment_backward
+sizes = {"CHANNELS": 3, "NUMBERS": 13, "B": 1024, "TILES": 2}
+for kernels, constants, half in (norms, (augmentation, sizes, ())):
+    for kernel in kernels:
+        signature = {}
+        for name in kernel.arg_names:
+            pointer = "*bf16" if name in half else "*fp32"
+            number = "fp32" if name == "eps" else "i32"
+            signature[name] = "constexpr" if name in constants else pointer if name.endswith("_ptr") else number
+        source = ASTSource(kernel, signature, {(kernel.arg_names.index(k),): v for k, v in constants.items()})
+        made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+        assert made.metadata.shared < 48_000
 """
 
 
-def test_the_tiled_kernels_compile_for_a_gpu(tmp_path):
+def test_kernels_that_only_the_interpreter_runs_here_compile_for_a_gpu(tmp_path):
     """The interpreter takes more than the compiler does; compiling needs no device."""
     import os
     import subprocess

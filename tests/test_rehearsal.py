@@ -10,8 +10,10 @@ import pytest
 import torch
 from toys import make_dataset
 
+from m3d import rehearsal
+from m3d.augment import Augment
 from m3d.methods import Task, make_method
-from m3d.nets import FlatNet, make_net, rehearsal
+from m3d.nets import FlatNet, make_net
 from m3d.probes import Forward
 from m3d.runtime import Runtime
 from m3d.step import Step
@@ -32,7 +34,9 @@ def started(monkeypatch, tmp_path):
 
 def begin(net=NET, real=32, **changed):
     flat = FlatNet(make_net(net, (3, 16, 16), 4))
-    rehearsal.start(flat, (3, 16, 16), 4, real, 8, changed.get("dtype", torch.float32))
+    augment = Augment.parse(changed.get("augment", "color+crop"))
+    sizes = rehearsal.Sizes(4, real, 2)
+    rehearsal.start(flat, (3, 16, 16), 4, sizes, augment, changed.get("dtype", torch.float32))
 
 
 def test_once_for_the_same_kernels(started, tmp_path):
@@ -42,11 +46,12 @@ def test_once_for_the_same_kernels(started, tmp_path):
     begin(real=64)
     begin(net="convnet2:width=32")
     begin(dtype=torch.bfloat16)
-    assert len(started) == 4
+    begin(augment="crop")
+    assert len(started) == 5
     for mark in (tmp_path / "triton").iterdir():  # the cache is emptied: everything is compiled anew
         mark.unlink()
     begin()
-    assert len(started) == 5
+    assert len(started) == 6
 
 
 def test_nothing_is_begun_where_nothing_can_be_kept(started, monkeypatch, tmp_path):
@@ -83,7 +88,7 @@ def test_what_it_runs_can_be_run(started):
     assert python == sys.executable
     spec, shape, *others = json.loads(rest[-1])
     gradient = rehearsal.rehearse(spec, shape, *others, device="cpu")
-    assert gradient.shape == (1, 8, 3, 16, 16) and gradient.abs().sum() > 0
+    assert gradient.shape == (4, 2, 3, 16, 16) and gradient.abs().sum() > 0
     if not torch.cuda.is_available():  # as a script it asks for the GPU at once
         whole = subprocess.run([python, *rest], env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True)
         assert whole.returncode != 0 and b"CUDA" in whole.stderr
@@ -100,7 +105,7 @@ def test_a_compiled_step_on_a_gpu_begins_it_with_its_own_sizes(monkeypatch):
     step.runtime = Runtime(torch.device("cuda"), "bf16")
     step.chunk = 3
     step._rehearse()
-    assert calls == [(net, (3, 16, 16), 4, 3 * 8, 3 * 8, torch.bfloat16)]
+    assert calls == [(net, (3, 16, 16), 4, (3, 8, 8), Augment.parse("color+crop+cutout"), torch.bfloat16)]
     step.matching = replace(step.matching, probe=Forward(maps=True))  # no kernel of ours keeps maps
     step._rehearse()
     assert len(calls) == 1

@@ -10,6 +10,7 @@ each axis, rotation up to 15°, mirror with probability ½. Images are normalise
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ UNIFORMS = 12  # how many uniform numbers decide one augmentation
 NUMBERS = 13  # how many numbers describe it
 _BRIGHTNESS, _SATURATION, _CONTRAST = 1.0, 2.0, 0.5
 _CROP, _CUTOUT, _SCALE, _ROTATE = 0.125, 0.5, 1.2, 15.0
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 class Parameters(NamedTuple):
@@ -127,6 +129,10 @@ class Augment:
     def apply(self, images: Tensor, p: Parameters) -> Tensor:
         """Augment ``images`` [G, n, ch, h, w]: all n images of a group alike. Order: colour, geometry, cutout."""
         operations = {*self.always, *self.one_of}
+        if images.is_cuda and self.fits(images):
+            from m3d.fused_augment import augment
+
+            return augment(images, p.packed())
         if "color" in operations:
             images = _color(images, p)
         if {"scale", "rotate"} & operations:
@@ -136,6 +142,15 @@ class Augment:
         if "cutout" in operations:
             images = images * _keep(p, images.shape[-2], images.shape[-1])[:, None, None]
         return images
+
+    def fits(self, images: Tensor) -> bool:
+        """Whether one kernel can do all of it where there is a GPU."""
+        operations = {*self.always, *self.one_of}
+        if not _HAS_TRITON or not operations or {"scale", "rotate"} & operations:
+            return False
+        from m3d.fused_augment import augment_fits
+
+        return augment_fits(images)
 
 
 def _hole_side(side: int) -> int:

@@ -92,10 +92,11 @@ class Step(nn.Module):
         reads_maps = getattr(self.matching.probe, "maps", True)  # which our kernels do not keep
         fused = getattr(self.net.net, "fused", False) and not reads_maps
         if self.runtime.device.type == "cuda" and fused and self.shard.ranks.alone:
-            from m3d.nets import rehearsal
+            from m3d import rehearsal
 
-            real, synthetic = self.chunk * self.matching.batch_real, self.chunk * self.subset
-            rehearsal.start(self.net, self.data.shape, self.data.classes, real, synthetic, self.runtime.dtype)
+            sizes = rehearsal.Sizes(self.chunk, self.matching.batch_real, self.subset)
+            data, augment = self.data, self.matching.augment
+            rehearsal.start(self.net, data.shape, data.classes, sizes, augment, self.runtime.dtype)
 
     def own_loss(self) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
         """:meth:`loss` with a code object of its own.

@@ -294,7 +294,7 @@ def test_the_other_methods_run_recorded_and_equal_the_cpu_at_first(data, name, t
 
 def test_a_rehearsal_compiles_the_kernels_that_a_run_launches(data, tmp_path, monkeypatch):
     """After it, a run in a new process adds none of our kernels to Triton's cache."""
-    from m3d.nets import rehearsal
+    from m3d import rehearsal
 
     script = (
         "import m3d; from toys import make_dataset; "
@@ -302,13 +302,15 @@ def test_a_rehearsal_compiles_the_kernels_that_a_run_launches(data, tmp_path, mo
         "batch_real=8, factor=2, precision='bf16', step_mode='compile')"
     )
     own = ("_gather", "_stem_forward", "_stem_backward", "_fold", "_norm_forward", "_norm_backward")
+    own += ("_augment_forward", "_augment_backward")
 
     def compiled():
         return {name: len(list(tmp_path.glob(f"*/{name}.cubin"))) for name in own}
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     net = FlatNet(make_net("convnet2:width=32", data.shape, data.classes), "cuda")
-    child = rehearsal.start(net, data.shape, data.classes, 4 * 8, 4 * 8, torch.bfloat16)
+    sizes, augment = rehearsal.Sizes(4, 8, 8), Augment.parse("color+crop+cutout")
+    child = rehearsal.start(net, data.shape, data.classes, sizes, augment, torch.bfloat16)
     assert child is not None and child.wait(120) == 0
     before = compiled()
     assert all(before.values())
