@@ -10,7 +10,7 @@ from PIL import Image
 
 from m3d.cli import main
 from m3d.errors import M3DError
-from m3d.report import COLUMNS, RANKING_COLUMNS, SOFT_COLUMNS, bar_chart, rows_of, table
+from m3d.report import COLUMNS, RANKING_COLUMNS, SHARED_COLUMNS, SOFT_COLUMNS, bar_chart, rows_of, table
 from m3d.store import RunFolder
 
 
@@ -36,8 +36,22 @@ def test_rows_hold_results_and_costs(runs):
         *COLUMNS,
         *SOFT_COLUMNS,
         *RANKING_COLUMNS,
+        *SHARED_COLUMNS,
     }
     assert rows[0]["steps"] == 2 and rows[0]["seconds"] > 0 and rows[0]["n"] == 2 and rows[0]["memory"] is None
+
+
+def test_a_run_that_shared_its_device_says_so(runs, tmp_path, monkeypatch):
+    import m3d
+    from m3d.evaluation import make_protocol
+
+    assert "device" not in table(rows_of(runs))
+    monkeypatch.setenv("M3D_DEVICE_SHARE", "0.5")
+    condensed = m3d.condense("digits", 1, "random", net="convnet2:width=8", out=tmp_path / "shared")
+    result = m3d.evaluate(condensed, net="convnet2:width=8", protocol=make_protocol("quick", epochs=1), repeats=1)
+    RunFolder(tmp_path / "shared").add_result(result.as_record())
+    (row,) = rows_of([tmp_path / "shared"])
+    assert row["device_share"] == 0.5 and "device share" in table([*rows_of(runs), row])
 
 
 @pytest.mark.parametrize("form", ["text", "csv", "markdown", "latex"])

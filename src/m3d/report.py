@@ -21,6 +21,7 @@ COLUMNS = ("run", "method", "data", "ipc", "protocol", "net", "last", "best", "n
 # Shown only where some result has them. What was reached with soft labels never stands under ``last`` and ``best``.
 SOFT_COLUMNS = ("soft_last", "soft_best", "pixel_bytes", "label_bytes")
 RANKING_COLUMNS = ("lrs", "ars")
+SHARED_COLUMNS = ("device_share",)  # the part of a device that a run had: its seconds are an upper bound
 FORMATS = ("text", "csv", "markdown", "latex")
 _PAIRS = {"last": "last_sd", "best": "best_sd", "soft_last": "soft_last_sd", "soft_best": "soft_best_sd"}
 _PAIRS |= {"lrs": "lrs_error", "ars": "ars_error"}  # a value and its spread, two columns of a CSV
@@ -89,6 +90,7 @@ def _row(name: str, record: Mapping[str, Any], condensed: CondensedSet | None) -
         "steps": manifest.get("steps"),
         "seconds": _seconds(manifest, soft),
         "memory": (manifest.get("peak_memory") or 0) / 2**30 or None,  # GiB
+        "device_share": manifest.get("device_share"),
         "soft_last": last if soft else None,
         "soft_best": best if soft else None,
         "pixel_bytes": storage.get("pixels"),
@@ -101,7 +103,8 @@ def _row(name: str, record: Mapping[str, Any], condensed: CondensedSet | None) -
 def columns_of(rows: Sequence[dict[str, Any]]) -> tuple[str, ...]:
     """What a table of these rows shows."""
     soft = SOFT_COLUMNS if any(row["soft_last"] is not None for row in rows) else ()
-    return (*COLUMNS, *soft, *(RANKING_COLUMNS if any(row["lrs"] is not None for row in rows) else ()))
+    shared = SHARED_COLUMNS if any(row["device_share"] is not None for row in rows) else ()
+    return (*COLUMNS, *shared, *soft, *(RANKING_COLUMNS if any(row["lrs"] is not None for row in rows) else ()))
 
 
 def _seconds(manifest: Mapping[str, Any], soft: bool) -> float | None:
