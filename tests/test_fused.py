@@ -8,6 +8,7 @@ pytest.importorskip("triton", reason="Triton is not installed (the dev extra has
 
 from m3d.augment import UNIFORMS, Augment, Parameters
 from m3d.fused_augment import augment
+from m3d.kernels import Gaussian, Kernel, Linear, gaussian
 from m3d.nets import FlatNet, make_net
 from m3d.nets.fused_norm import norm_fits, norm_relu_pool
 from m3d.nets.fused_stem import stem, stem_fits
@@ -88,6 +89,33 @@ def test_augmentations_that_one_kernel_does_not_do():
     assert not Augment.parse("crop").fits(torch.zeros(1, 1, 5, 8, 8))
 
 
+@pytest.mark.parametrize(("n", "m", "d"), [(4, 9, 5), (1, 3, 2), (40, 150, 8), (3, 1, 4)])
+@pytest.mark.parametrize("bands", [1, 5])
+def test_mmd2_of_gaussians(n, m, d, bands):
+    """Value and gradient, far from the origin, in tiles smaller and larger than the Gram matrix."""
+    kernel = gaussian(bandwidths=bands)
+    synthetic, real = tensor(3, n, d, offset=4.0), tensor(3, m, d, seed=1, scale=1.3, offset=4.5).detach()
+    assert kernel.fits(real, synthetic)
+    double = Kernel.mmd2(kernel, real.double(), synthetic.double())
+    agree(kernel.fused_mmd2(real, synthetic), double.float(), (synthetic,), tolerance=2e-5)
+
+
+def test_mmd2_of_points_that_agree_is_nothing_and_pulls_nowhere():
+    points = tensor(2, 6, 4, offset=1.0)
+    value = Gaussian().fused_mmd2(points.detach(), points)
+    (gradient,) = torch.autograd.grad(value.sum(), points)
+    assert value.abs().max() < 1e-6 and gradient.abs().max() < 1e-6
+    same = torch.ones(2, 3, 4, device=DEVICE)
+    assert Gaussian().fused_mmd2(same, same.clone()).abs().max() < 1e-6  # no distance is the unit of distance
+
+
+def test_kernels_that_are_not_fused():
+    a, b = torch.zeros(1, 2, 3), torch.zeros(1, 4, 3)
+    assert gaussian().fits(a, b) and not Gaussian((1.0, 3.0)).fits(a, b) and not gaussian().fits(a.double(), b.double())
+    assert not gaussian().fits(a.clone().requires_grad_(), b) and not gaussian().fits(a[0], b[0])
+    assert not hasattr(Linear(), "fits")
+
+
 def test_which_sizes_fit():
     assert norm_fits(32, 32, 128) and norm_fits(2, 2, 16)
     assert norm_fits(112, 112, 128) and not norm_fits(7, 8, 128) and not norm_fits(8, 8, 24)
@@ -138,8 +166,11 @@ def test_the_fused_ops_trace_into_one_graph():
     chosen = Augment.parse("color+crop+cutout")
     numbers = chosen.parameters(torch.rand(2, UNIFORMS, device=DEVICE), (8, 8)).packed()
 
+    goal = tensor(2, 5, 64).detach()
+
     def loss(flat, x):
-        return net.net._fused(net.unflatten(flat), augment(x, numbers), torch.float32).logits.square().sum()
+        seen = net.net._fused(net.unflatten(flat), augment(x, numbers), torch.float32)
+        return seen.logits.square().sum() + Gaussian().fused_mmd2(goal, seen.features).sum()
 
     compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
     for a, b in zip(
@@ -152,19 +183,20 @@ _COMPILE = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from m3d import fused_augment
+from m3d import fused_augment, fused_mmd
 from m3d.nets import fused_norm
 
 half = {"y_ptr", "out_ptr", "grad_ptr"}
 norms = (fused_norm._norm_forward_tiled, fused_norm._norm_backward_tiled), {"Q": 64, "BC": 32, "TILES": 49}, half
 augmentation = fused_augment._augment_forward, fused_augment._augment_backward
 sizes = {"CHANNELS": 3, "NUMBERS": 13, "B": 1024, "TILES": 2}
-for kernels, constants, half in (norms, (augmentation, sizes, ())):
+mmd = (fused_mmd._discrepancy,), {"BANDS": 5, "R": 16, "B": 128, "TILES": 2}, ()
+for kernels, constants, half in (norms, (augmentation, sizes, ()), mmd):
     for kernel in kernels:
         signature = {}
         for name in kernel.arg_names:
             pointer = "*bf16" if name in half else "*fp32"
-            number = "fp32" if name == "eps" else "i32"
+            number = "fp32" if name in {"eps", "largest", "least", "tiny"} else "i32"
             signature[name] = "constexpr" if name in constants else pointer if name.endswith("_ptr") else number
         source = ASTSource(kernel, signature, {(kernel.arg_names.index(k),): v for k, v in constants.items()})
         made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})

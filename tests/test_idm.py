@@ -15,7 +15,6 @@ from m3d.kernels import Gaussian
 from m3d.methods import Task, make_method
 from m3d.methods.idm import class_by_class, published
 from m3d.nets import FlatNet, make_net
-from m3d.objectives.features import mmd2
 from m3d.pools import World
 from m3d.pools.queue import Queue
 from m3d.rng import Purpose
@@ -182,7 +181,7 @@ def test_the_loss_is_matching_plus_what_the_network_is_trusted_to_say(tiny, obje
         if objective == "dm":
             matching = (a.features[0].mean(0) - b.features[0].mean(0)).square().sum()
         else:
-            matching = 70 * mmd2(Gaussian(), a.features[0], b.features[0])
+            matching = 70 * Gaussian().mmd2(a.features[0], b.features[0])
         judged = functional.cross_entropy(b.logits[0], torch.full((8,), c))
         expected = matching + 0.3 * trust * judged
         torch.testing.assert_close(value[c], expected, atol=1e-4, rtol=1e-4)

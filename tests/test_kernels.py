@@ -16,7 +16,6 @@ from m3d.kernels import (
     mean_squared_distance,
     squared_distance,
 )
-from m3d.objectives.features import mmd2
 
 NAMED = KERNELS.names()
 COMPOSED = [Gaussian() + 0.5 * Linear(), Linear() * Polynomial(), 2 * Gaussian(), Gaussian((0.3, 1.1))]
@@ -136,7 +135,7 @@ def naive_mmd2(kernel, real, syn):
 @pytest.mark.parametrize("kernel", kernels(), ids=lambda k: type(k).__name__)
 def test_mmd2_matches_a_double_loop_for_every_class(kernel):
     real, syn = points(2, 5, 3), points(2, 4, 3, seed=1) + 0.3
-    value = mmd2(kernel, real, syn)
+    value = kernel.mmd2(real, syn)
     assert value.shape == (2,)
     for c in range(2):
         assert math.isclose(float(value[c]), naive_mmd2(kernel, real[c], syn[c]), rel_tol=1e-9, abs_tol=1e-9)
@@ -151,14 +150,14 @@ def test_mmd2_gradient_with_the_bandwidth_held(kernel):
         return kernel.mean(real, real, scale) + kernel.mean(s, s, scale) - 2 * kernel.mean(s, real, scale)
 
     assert torch.autograd.gradcheck(value, (syn,))
-    (mine,) = torch.autograd.grad(mmd2(kernel, real, syn).sum(), syn)
+    (mine,) = torch.autograd.grad(kernel.mmd2(real, syn).sum(), syn)
     (held,) = torch.autograd.grad(value(syn).sum(), syn)
     torch.testing.assert_close(mine, held)  # the bandwidth is detached
 
 
 def test_linear_mmd2_is_the_distance_of_the_means():
     real, syn = points(3, 9, 4), points(3, 2, 4, seed=1)
-    torch.testing.assert_close(mmd2(Linear(), real, syn), (real.mean(1) - syn.mean(1)).square().sum(-1))
+    torch.testing.assert_close(Linear().mmd2(real, syn), (real.mean(1) - syn.mean(1)).square().sum(-1))
 
 
 def atoms(values, weights, copies=60):
@@ -175,12 +174,12 @@ def test_what_each_kernel_sees():
     narrow = atoms((-1, 1), (0.5, 0.5))
     skewed = atoms((-1, 4), (0.8, 0.2))  # mean 0, variance 4 like `wide`, but skewed
     quadratic = Polynomial(2)
-    assert abs(float(mmd2(Linear(), wide, narrow))) < 1e-12
-    assert float(mmd2(quadratic, wide, narrow)) > 1
-    assert abs(float(mmd2(quadratic, wide, skewed))) < 1e-9
-    assert float(mmd2(Polynomial(3), wide, skewed)) > 1
+    assert abs(float(Linear().mmd2(wide, narrow))) < 1e-12
+    assert float(quadratic.mmd2(wide, narrow)) > 1
+    assert abs(float(quadratic.mmd2(wide, skewed))) < 1e-9
+    assert float(Polynomial(3).mmd2(wide, skewed)) > 1
     for other in (narrow, skewed):
-        assert float(mmd2(Gaussian(), wide, other)) > 0.05
+        assert float(Gaussian().mmd2(wide, other)) > 0.05
     assert Gaussian().universal and not Linear().universal and not quadratic.universal
 
 
@@ -191,7 +190,7 @@ def test_the_estimate_converges_at_the_rate_of_theorem_2():
     errors = []
     for n in sizes:
         pairs = [torch.randn(2, n, 2, dtype=torch.float64, generator=generator) for _ in range(40)]
-        errors.append(sum(float(mmd2(Gaussian(), a, b).clamp(min=0).sqrt()) for a, b in pairs) / len(pairs))
+        errors.append(sum(float(Gaussian().mmd2(a, b).clamp(min=0).sqrt()) for a, b in pairs) / len(pairs))
     slope = (math.log(errors[-1]) - math.log(errors[0])) / (math.log(sizes[-1]) - math.log(sizes[0]))
     assert -0.58 < slope < -0.42
 

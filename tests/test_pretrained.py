@@ -15,7 +15,6 @@ from m3d.errors import Interrupted, M3DError
 from m3d.kernels import Gaussian, Linear
 from m3d.methods import Task, make_method
 from m3d.nets import FlatNet, make_net
-from m3d.objectives.features import mmd2
 from m3d.players import AdamW
 from m3d.pools import World
 from m3d.pools.pretrained import Pretrained, encoder_recipe
@@ -199,9 +198,9 @@ def test_the_loss_is_matching_plus_what_the_trained_network_says(tiny, name, opt
         real = step.synthetic.normalise(tiny.train.take(step.real_index[0])[c])
         shown = step.synthetic.normalise(latent[c])
         a, b = (step.net(step.pool.parameters_flat[None], x[None], maps=True) for x in (real, shown))
-        expected = mmd2(kernel, a.features[0], b.features[0])
+        expected = kernel.mmd2(a.features[0], b.features[0])
         for k in range(options.get("layers", 0)):
-            expected = expected + 0.5 * mmd2(kernel, *(s.maps[-1 - k][0].mean((-2, -1)) for s in (a, b)))
+            expected = expected + 0.5 * kernel.mmd2(*(s.maps[-1 - k][0].mean((-2, -1)) for s in (a, b)))
         judged = step.net(step.pool.trained[None], shown[None]).logits[0]
         expected = expected + weight * functional.cross_entropy(judged, torch.full((2,), c))
         torch.testing.assert_close(value[c], expected, atol=1e-5, rtol=1e-4)

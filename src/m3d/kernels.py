@@ -6,6 +6,7 @@ kernel loops over classes. Kernels compose: ``Gaussian() + 0.5 * Linear()``, ``L
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from m3d.errors import M3DError
 from m3d.registry import Registry, parse_spec
 
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
 _LEAST_SPREAD = 1e-4  # of a point's mean square; bandwidths of real features are about as large as that itself
 
 KERNELS: Registry[Kernel] = Registry("kernel")
@@ -47,6 +49,11 @@ class Kernel(nn.Module):
         n = synthetic.shape[-2]
         gram: Tensor = self(synthetic, torch.cat([synthetic, real], dim=-2), scale)
         return self.mean(real, real, scale), gram[..., :n].mean((-2, -1)), gram[..., n:].mean((-2, -1))
+
+    def mmd2(self, real: Tensor, synthetic: Tensor) -> Tensor:
+        """[...]: biased MMD² of ``real`` [..., m, d] and ``synthetic`` [..., n, d], the bandwidths held."""
+        tt, ss, ts = self.means(real, synthetic, self.scale(synthetic, real))
+        return tt + ss - 2 * ts
 
     def __add__(self, other: object) -> Kernel:
         return Sum(self, _operand(other, "+"))
@@ -99,6 +106,24 @@ class Gaussian(Kernel):
             power = power.square()
             total = total + power
         return total
+
+    def mmd2(self, real: Tensor, synthetic: Tensor) -> Tensor:
+        if synthetic.is_cuda and self.fits(real, synthetic):
+            return self.fused_mmd2(real, synthetic)
+        return super().mmd2(real, synthetic)
+
+    def fits(self, real: Tensor, synthetic: Tensor) -> bool:
+        """Whether one kernel can do all of it where there is a GPU."""
+        if not _HAS_TRITON or not self._doubling:
+            return False
+        from m3d.fused_mmd import mmd_fits
+
+        return mmd_fits(synthetic, real)
+
+    def fused_mmd2(self, real: Tensor, synthetic: Tensor) -> Tensor:
+        from m3d.fused_mmd import gaussian_mmd2
+
+        return gaussian_mmd2(synthetic, real, len(self.multiples), max(self.multiples), _LEAST_SPREAD)
 
 
 class Polynomial(Kernel):

@@ -140,8 +140,13 @@ class Synthetic(nn.Module):
         return self.tiles.decode(self.pixels())
 
     def forward(self, classes: Tensor) -> Tensor:
-        """[c, ipc·l², ch, h, w]: the images of ``classes`` [c], decoded and normalised."""
-        images: Tensor = self.normalise(self.tiles.decode(self.pixels()[classes], self._enlarge))
+        """[c, ipc·l², ch, h, w]: the images of ``classes`` [c], which rise, decoded and normalised.
+
+        All of them are taken as they are: the gradient of an indexing operation is sorted and added up on a GPU.
+        """
+        pixels = self.pixels()
+        chosen = pixels if len(classes) == len(pixels) else pixels[classes]
+        images: Tensor = self.normalise(self.tiles.decode(chosen, self._enlarge))
         return images
 
     @torch.no_grad()

@@ -25,14 +25,7 @@ class MMD(Objective[Seen]):
         self.kernel = kernel
 
     def forward(self, goal: Seen, seen: Seen) -> Tensor:
-        return mmd2(self.kernel, goal.features.float(), seen.features.float())
-
-
-def mmd2(kernel: Kernel, real: Tensor, synthetic: Tensor) -> Tensor:
-    """[...]: biased MMD² of ``real`` [..., m, d] and ``synthetic`` [..., n, d]."""
-    scale = kernel.scale(synthetic, real)
-    tt, ss, ts = kernel.means(real, synthetic, scale)
-    return tt + ss - 2 * ts
+        return self.kernel.mmd2(goal.features.float(), seen.features.float())
 
 
 class LayersMMD(Objective[Seen]):
@@ -54,8 +47,8 @@ class LayersMMD(Objective[Seen]):
         if len(seen.maps) < self.layers:
             raise M3DError(f"layers={self.layers} is not valid; the network shows the maps of {len(seen.maps)} blocks")
         pairs = zip(goal.maps[-self.layers :], seen.maps[-self.layers :], strict=True)
-        maps = [mmd2(self.kernel, real.float().mean((-2, -1)), own.float().mean((-2, -1))) for real, own in pairs]
-        return mmd2(self.kernel, goal.features.float(), seen.features.float()) + self.weight * torch.stack(maps).sum(0)
+        maps = [self.kernel.mmd2(real.float().mean((-2, -1)), own.float().mean((-2, -1))) for real, own in pairs]
+        return self.kernel.mmd2(goal.features.float(), seen.features.float()) + self.weight * torch.stack(maps).sum(0)
 
 
 class Moment(Objective[Seen]):

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from m3d import rng
 from m3d.kernels import make_kernel
-from m3d.objectives.features import mmd2
 
 POINTS = 1000
 _DIVISIONS = 100
@@ -48,7 +47,7 @@ def seen(original: Tensor, synthetic: Tensor, kernel: str) -> tuple[float, float
     chosen = make_kernel(kernel)
     both = torch.cat([original, synthetic]).double()[:, None]  # [2n, 1]
     n = len(original)
-    value = float(mmd2(chosen, both[:n], both[n:]))
+    value = float(chosen.mmd2(both[:n], both[n:]))
     steps = torch.arange(_DIVISIONS)
     orders = rng.permutation(_SEED, rng.Purpose.SPLIT, steps, torch.zeros(1, dtype=torch.long), 2 * n)[:, 0]
     scale = chosen.scale(both[:n], both[n:])
