@@ -77,14 +77,28 @@ def test_augmentation(operations, channels, h, w):
     images = tensor(groups, 2, channels, h, w)
     assert chosen.fits(images)
     naive = chosen.apply(images.cpu(), Parameters(*(part.cpu() for part in parameters))).to(DEVICE)
-    agree(augment(images, parameters.packed()), naive, (images,), tolerance=1e-6)
+    agree(chosen.fused(images, parameters), naive, (images,), tolerance=1e-6)
+
+
+@pytest.mark.parametrize(
+    "operations", ["flip+color+crop|scale|rotate", "color|crop|cutout|flip|scale|rotate", "rotate"]
+)
+@pytest.mark.parametrize(("channels", "h", "w"), [(3, 8, 8), (1, 7, 5), (3, 34, 40)])
+def test_augmentation_between_pixels(operations, channels, h, w):
+    """Images are scaled and turned as the library samples them; there is no gradient."""
+    chosen, groups = Augment.parse(operations), 12
+    uniforms = torch.rand(groups, UNIFORMS, generator=torch.Generator().manual_seed(4)).to(DEVICE)
+    parameters = chosen.parameters(uniforms, (h, w))
+    images = tensor(groups, 1, channels, h, w).detach()
+    assert chosen.fits(images) and not chosen.fits(images.clone().requires_grad_())
+    naive = chosen.apply(images.cpu(), Parameters(*(part.cpu() for part in parameters))).to(DEVICE)
+    torch.testing.assert_close(chosen.fused(images, parameters), naive, rtol=1e-4, atol=2e-5)
 
 
 def test_augmentations_that_one_kernel_does_not_do():
     images = torch.zeros(1, 1, 3, 8, 8)
     assert Augment.parse("color+crop").fits(images)
-    for operations in ("none", "color+rotate", "crop|scale"):
-        assert not Augment.parse(operations).fits(images)
+    assert not Augment.parse("none").fits(images)
     assert not Augment.parse("crop").fits(images.half())
     assert not Augment.parse("crop").fits(torch.zeros(1, 1, 5, 8, 8))
 
@@ -188,10 +202,12 @@ from m3d.nets import fused_norm
 
 half = {"y_ptr", "out_ptr", "grad_ptr"}
 norms = (fused_norm._norm_forward_tiled, fused_norm._norm_backward_tiled), {"Q": 64, "BC": 32, "TILES": 49}, half
-augmentation = fused_augment._augment_forward, fused_augment._augment_backward
+augmentation = fused_augment._augment_forward, fused_augment._augment_backward, fused_augment._augment_between
 sizes = {"CHANNELS": 3, "NUMBERS": 13, "B": 1024, "TILES": 2}
 mmd = (fused_mmd._discrepancy,), {"BANDS": 5, "R": 16, "B": 128, "TILES": 2}, ()
-for kernels, constants, half in (norms, (augmentation, sizes, ()), mmd):
+alone = augmentation, {**sizes, "group": 1}, ()  # an argument that is 1 becomes a constant
+one = mmd[0], {**mmd[1], "synthetic": 1}, ()
+for kernels, constants, half in (norms, (augmentation, sizes, ()), alone, mmd, one):
     for kernel in kernels:
         signature = {}
         for name in kernel.arg_names:

@@ -130,12 +130,10 @@ class Augment:
         """Augment ``images`` [G, n, ch, h, w]: all n images of a group alike. Order: colour, geometry, cutout."""
         operations = {*self.always, *self.one_of}
         if images.is_cuda and self.fits(images):
-            from m3d.fused_augment import augment
-
-            return augment(images, p.packed())
+            return self.fused(images, p)
         if "color" in operations:
             images = _color(images, p)
-        if {"scale", "rotate"} & operations:
+        if self._between:
             images = warp(images, p.matrix, p.shift)
         elif {"crop", "flip"} & operations:
             images = translate(images, p.matrix[:, 1, 1], p.shift)
@@ -145,12 +143,22 @@ class Augment:
 
     def fits(self, images: Tensor) -> bool:
         """Whether one kernel can do all of it where there is a GPU."""
-        operations = {*self.always, *self.one_of}
-        if not _HAS_TRITON or not operations or {"scale", "rotate"} & operations:
+        if not _HAS_TRITON or not (self.always or self.one_of) or (self._between and images.requires_grad):
             return False
         from m3d.fused_augment import augment_fits
 
         return augment_fits(images)
+
+    def fused(self, images: Tensor, p: Parameters) -> Tensor:
+        """:meth:`apply` in one kernel."""
+        from m3d.fused_augment import augment, augment_between
+
+        return (augment_between if self._between else augment)(images, p.packed())
+
+    @property
+    def _between(self) -> bool:
+        """Whether images are sampled between their pixels."""
+        return bool({"scale", "rotate"} & {*self.always, *self.one_of})
 
 
 def _hole_side(side: int) -> int:

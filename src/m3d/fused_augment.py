@@ -1,4 +1,4 @@
-"""Colour, crop, mirror and cutout in one Triton kernel, forward and backward.
+"""Colour, geometry and cutout in one Triton kernel, forward and, where images move by whole pixels, backward.
 
 One operation after the other, PyTorch reads and writes every image a dozen times, and its compiler spends longer on
 this than on the rest of a step; here an image is read twice and written once, and nothing is compiled but two small
@@ -11,6 +11,9 @@ channels and m the mean of the whole image, brightness b, saturation s and contr
 
 which is moved by whole pixels and mirrored, with zeros where nothing comes from or the cutout square lies. The gradient
 is moved back and mixed by the same formula without b, m being the mean of what came back.
+
+Images that are scaled or turned are sampled between pixels by the same formula, without a gradient: those that networks
+are trained on need none.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ _MOST_CHANNELS = 4
 _TILE = 1024  # pixels a program works on at a time
 # Where a group's numbers stand in ``Parameters.packed()``.
 _BRIGHTNESS, _SATURATION, _CONTRAST = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-_SIGN, _DOWN, _RIGHT = tl.constexpr(6), tl.constexpr(7), tl.constexpr(8)
+_MATRIX, _SIGN, _DOWN, _RIGHT = tl.constexpr(3), tl.constexpr(6), tl.constexpr(7), tl.constexpr(8)
 _HOLE, _HOLE_SIDE = tl.constexpr(9), tl.constexpr(11)
 
 
@@ -36,18 +39,33 @@ def augment_fits(images: Tensor) -> bool:
 
 
 @triton.jit
+def _mean(x_ptr, start, pixels, CHANNELS: tl.constexpr, B: tl.constexpr, TILES: tl.constexpr):
+    """Of an image that begins at ``start``, over pixels and channels."""
+    total = tl.zeros([B], tl.float32)
+    for tile in range(TILES):
+        q = tile * B + tl.arange(0, B)
+        for channel in tl.static_range(CHANNELS):
+            total += tl.load(x_ptr + start + channel * pixels + q, mask=q < pixels, other=0.0)
+    return tl.sum(total, axis=0) / (CHANNELS * pixels)
+
+
+@triton.jit
 def _across(x, sign, width):
     """A column, mirrored if ``sign`` is −1."""
     return tl.where(sign > 0, x, width - 1 - x)
 
 
 @triton.jit
-def _shown(y, x, row, column, numbers, height, width):
-    """Whether the pixel (y, x) of the result shows one of the image, (row, column): not outside, not cut out."""
+def _kept(y, x, numbers):
+    """Whether the pixel (y, x) of the result lies outside the cutout square."""
     tall, wide = tl.load(numbers + _HOLE_SIDE), tl.load(numbers + _HOLE_SIDE + 1)
     below, beside = y - tl.load(numbers + _HOLE), x - tl.load(numbers + _HOLE + 1)
-    cut = (below >= 0) & (below < tall) & (beside >= 0) & (beside < wide)
-    return (row >= 0) & (row < height) & (column >= 0) & (column < width) & (cut == 0)
+    return (below < 0) | (below >= tall) | (beside < 0) | (beside >= wide)
+
+
+@triton.jit
+def _inside(row, column, height, width):
+    return (row >= 0) & (row < height) & (column >= 0) & (column < width)
 
 
 @triton.jit
@@ -66,12 +84,7 @@ def _augment_forward(
     numbers = numbers_ptr + (image // group) * NUMBERS
     pixels = height * width
     start = image * CHANNELS * pixels
-    total = tl.zeros([B], tl.float32)
-    for tile in range(TILES):
-        q = tile * B + tl.arange(0, B)
-        for channel in tl.static_range(CHANNELS):
-            total += tl.load(x_ptr + start + channel * pixels + q, mask=q < pixels, other=0.0)
-    level = tl.sum(total, axis=0) / (CHANNELS * pixels)
+    level = _mean(x_ptr, start, pixels, CHANNELS, B, TILES)
     brightness = tl.load(numbers + _BRIGHTNESS)
     saturation, contrast = tl.load(numbers + _SATURATION), tl.load(numbers + _CONTRAST)
     sign = tl.load(numbers + _SIGN)
@@ -80,7 +93,7 @@ def _augment_forward(
         q = tile * B + tl.arange(0, B)
         y, x = q // width, q % width
         row, column = y + down, _across(x, sign, width) + right
-        shown = (q < pixels) & _shown(y, x, row, column, numbers, height, width)
+        shown = (q < pixels) & _inside(row, column, height, width) & _kept(y, x, numbers)
         source = x_ptr + start + row * width + column
         grey = tl.zeros([B], tl.float32)
         for channel in tl.static_range(CHANNELS):
@@ -109,7 +122,8 @@ def _augment_backward(
     for tile in range(TILES):
         q = tile * B + tl.arange(0, B)
         y, x = q // width, q % width
-        shown = (q < pixels) & _shown(y, x, y + down, _across(x, sign, width) + right, numbers, height, width)
+        row, column = y + down, _across(x, sign, width) + right
+        shown = (q < pixels) & _inside(row, column, height, width) & _kept(y, x, numbers)
         for channel in tl.static_range(CHANNELS):
             total += tl.load(grad_ptr + start + channel * pixels + q, mask=shown, other=0.0)
     level = tl.sum(total, axis=0) / (CHANNELS * pixels)
@@ -118,8 +132,7 @@ def _augment_backward(
         q = tile * B + tl.arange(0, B)
         row, column = q // width, q % width
         y, x = row - down, _across(column - right, sign, width)
-        there = (y >= 0) & (y < height) & (x >= 0) & (x < width)
-        shown = (q < pixels) & there & _shown(y, x, row, column, numbers, height, width)
+        shown = (q < pixels) & _inside(y, x, height, width) & _kept(y, x, numbers)
         source = grad_ptr + start + y * width + x
         grey = tl.zeros([B], tl.float32)
         for channel in tl.static_range(CHANNELS):
@@ -129,6 +142,53 @@ def _augment_backward(
             value = tl.load(source + channel * pixels, mask=shown, other=0.0)
             value = _mixed(value, grey, level, saturation, contrast)
             tl.store(out_ptr + start + channel * pixels + q, value, mask=q < pixels)
+
+
+@triton.jit
+def _augment_between(
+    x_ptr, numbers_ptr, out_ptr,
+    group, height, width,
+    CHANNELS: tl.constexpr, NUMBERS: tl.constexpr, B: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """``_augment_forward`` for any matrix: every pixel of the result is a mean of four, weighted by their nearness."""
+    image = tl.program_id(0).to(tl.int64)
+    numbers = numbers_ptr + (image // group) * NUMBERS
+    pixels = height * width
+    start = image * CHANNELS * pixels
+    level = _mean(x_ptr, start, pixels, CHANNELS, B, TILES)
+    saturation, contrast = tl.load(numbers + _SATURATION), tl.load(numbers + _CONTRAST)
+    constant = (1.0 - contrast) * level + tl.load(numbers + _BRIGHTNESS)
+    yy, yx = tl.load(numbers + _MATRIX), tl.load(numbers + _MATRIX + 1)
+    xy, xx = tl.load(numbers + _MATRIX + 2), tl.load(numbers + _MATRIX + 3)
+    middle_y, middle_x = (height - 1) * 0.5, (width - 1) * 0.5
+    down, right = tl.load(numbers + _DOWN) + middle_y, tl.load(numbers + _RIGHT) + middle_x
+    for tile in range(TILES):
+        q = tile * B + tl.arange(0, B)
+        y, x = q // width, q % width
+        from_y, from_x = y - middle_y, x - middle_x
+        row, column = yy * from_y + yx * from_x + down, xy * from_y + xx * from_x + right
+        top, left = tl.floor(row), tl.floor(column)
+        kept = (q < pixels) & _kept(y, x, numbers)
+        weight = tl.zeros([B], tl.float32)
+        grey = tl.zeros([B], tl.float32)
+        for corner in tl.static_range(4):
+            at_y, at_x = top + corner // 2, left + corner % 2
+            near = (1.0 - tl.abs(row - at_y)) * (1.0 - tl.abs(column - at_x))
+            there = kept & _inside(at_y, at_x, height, width)
+            weight += tl.where(there, near, 0.0)
+            source = x_ptr + start + (at_y * width + at_x).to(tl.int32)
+            for channel in tl.static_range(CHANNELS):
+                grey += near * tl.load(source + channel * pixels, mask=there, other=0.0)
+        rest = contrast * (1.0 - saturation) * (grey / CHANNELS) + constant * weight
+        for channel in tl.static_range(CHANNELS):
+            value = tl.zeros([B], tl.float32)
+            for corner in tl.static_range(4):
+                at_y, at_x = top + corner // 2, left + corner % 2
+                near = (1.0 - tl.abs(row - at_y)) * (1.0 - tl.abs(column - at_x))
+                there = kept & _inside(at_y, at_x, height, width)
+                source = x_ptr + start + channel * pixels + (at_y * width + at_x).to(tl.int32)
+                value += near * tl.load(source, mask=there, other=0.0)
+            tl.store(out_ptr + start + channel * pixels + q, contrast * saturation * value + rest, mask=q < pixels)
 
 
 def _launch(kernel: Any, images: Tensor, numbers: Tensor) -> Tensor:
@@ -172,6 +232,22 @@ def _differentiate(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
 
 
 _augment_op.register_autograd(_differentiate, setup_context=_remember)
+
+
+@torch.library.custom_op("m3d::augment_between", mutates_args=())
+def _between_op(images: Tensor, numbers: Tensor) -> Tensor:
+    return _launch(_augment_between, images, numbers)
+
+
+@_between_op.register_fake
+def _(images: Tensor, numbers: Tensor) -> Tensor:
+    return torch.empty_like(images)
+
+
+def augment_between(images: Tensor, numbers: Tensor) -> Tensor:
+    """``images`` [G, n, ch, h, w] as ``numbers`` [G, NUMBERS] say, whatever they say; without a gradient."""
+    out: Tensor = _between_op(images.contiguous(), numbers.contiguous())
+    return out
 
 
 def augment(images: Tensor, numbers: Tensor) -> Tensor:
