@@ -106,7 +106,7 @@ def test_compiled_equals_eager(data):
 
 
 @pytest.mark.parametrize("mode", ["eager", "compile"])
-def test_fused_kernels_equal_the_plain_path_over_a_run(data, mode):
+def test_fused_kernels_equal_the_plain_path_over_a_run(data, mode, monkeypatch):
     """Float32, 20 steps with the fused kernels and without: pixels to 2e-3."""
     method = make_method(
         "m3d", Task("tiny", data.shape, 4, 2), {"steps": 20, "batch_real": 8, "lr": 0.01, "factor": 2}
@@ -116,6 +116,8 @@ def test_fused_kernels_equal_the_plain_path_over_a_run(data, mode):
         net = FlatNet(make_net(NET, data.shape, data.classes), "cuda")
         assert net.net.fused
         net.net.fused = fused
+        for module in ("m3d.augment", "m3d.kernels"):
+            monkeypatch.setattr(f"{module}._HAS_TRITON", fused)
         results.append(condense(method, data, net, 2, 0, Runtime.choose("cuda", "fp32", step_mode=mode)).pixels)
     assert (results[0] - results[1]).abs().max() < 2e-3
 
