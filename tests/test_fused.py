@@ -3,17 +3,20 @@
 import pytest
 import torch
 from torch.nn import functional
+from toys import make_dataset
 
 pytest.importorskip("triton", reason="Triton is not installed (the dev extra has it)")
 
 from m3d.augment import UNIFORMS, Augment, Parameters
 from m3d.fused_augment import augment
 from m3d.kernels import Gaussian, Kernel, Linear, gaussian
+from m3d.methods import Task, make_method
 from m3d.nets import FlatNet, make_net
 from m3d.nets.fused_norm import norm_fits, norm_relu_pool
 from m3d.nets.fused_stem import stem, stem_fits
 from m3d.rng import Purpose
 from m3d.runtime import Runtime
+from m3d.step import Step
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -230,3 +233,29 @@ def test_kernels_that_only_the_interpreter_runs_here_compile_for_a_gpu(tmp_path)
     environment.pop("TRITON_INTERPRET", None)
     done = subprocess.run([sys.executable, "-c", _COMPILE], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="tests/gpu compares whole runs")
+def test_a_whole_step(monkeypatch):
+    """Losses and the images' gradient of a step in which every fused kernel takes part, against the plain one."""
+    data = make_dataset(classes=3, per_class=12, shape=(3, 8, 8))
+    method = make_method("m3d", Task("tiny", data.shape, 3, 1), {"batch_real": 5, "factor": 2})[0]
+    net = FlatNet(make_net("convnet2:width=16", data.shape, 3))
+    runtime = Runtime.choose("cpu")
+    pixels = method.tiles.encode(method.init(data, 4, 0, runtime))
+
+    def taken():
+        step = Step(method, data, net, pixels, 0, runtime)
+        step.refill(0)
+        step.pool.draw(0)
+        loss = step.loss(step.lanes, step.real_index[0], step.syn_index[0], step.augmentation[0])
+        return loss.detach(), *torch.autograd.grad(loss.sum(), step.synthetic.latent)
+
+    plain, calls = taken(), []
+    monkeypatch.setattr(Augment, "apply", lambda self, *given: calls.append("augment") or self.fused(*given))
+    monkeypatch.setattr(Gaussian, "mmd2", lambda self, *given: calls.append("mmd") or self.fused_mmd2(*given))
+    network = type(net.net)
+    monkeypatch.setattr(network, "stacked", lambda self, p, x, dtype, maps=False: self._fused(p, x, dtype))
+    for fused, expected in zip(taken(), plain, strict=True):
+        torch.testing.assert_close(fused, expected, rtol=1e-4, atol=1e-6)
+    assert calls == ["augment", "augment", "mmd"]
