@@ -1,5 +1,6 @@
 """Evaluation: honest records, and long ones that survive a stop."""
 
+import dataclasses
 import json
 import signal
 
@@ -71,6 +72,13 @@ def test_mirrors_are_left_out_where_they_change_the_class(digits):
         assert "flip" not in result.record["protocol"]["augment"] and "flip" in str(
             make_protocol(protocol).recipe.augment
         )
+
+
+def test_images_are_not_mixed_where_that_spoils_them(digits):
+    condensed, protocol = m3d.condense(digits, 1, "random"), make_protocol("paper", epochs=1)
+    for data, probability in ((digits, 0.5), (dataclasses.replace(digits, cutmix=False), 0.0)):
+        result = evaluate(condensed, data, net=NET, protocol=protocol, repeats=1, runtime=CPU)
+        assert result.record["protocol"]["cutmix"] == probability
 
 
 def test_a_stopped_evaluation_goes_on_as_if_never_stopped(tiny, condensed, tmp_path):

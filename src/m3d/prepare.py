@@ -173,7 +173,7 @@ def prepare(request: Mapping[str, Any], data: Dataset) -> Prepared:
         raise M3DError(f"keep_every={request['keep_every']} is not valid; allowed: 0 (never) and more")
     if request["eval_every"] and data.val is None:
         raise M3DError("eval_every needs held-out data: give a val_fraction between 0 and 1 (--val-fraction 0.1)")
-    task = Task(data.name, data.shape, data.classes, ipc, data.mirror, int(data.train.count.min()))
+    task = Task(data.name, data.shape, data.classes, ipc, data.mirror, data.cutmix, int(data.train.count.min()))
     method, options = make_method(request["method"], task, dict(request["options"]))
     runtime = Runtime.choose(request["device"], request["precision"], request["deterministic"], request["step_mode"])
     if request["precision"] == "auto" and runtime.device.type == "cuda":

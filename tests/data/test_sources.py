@@ -75,6 +75,7 @@ def test_names() -> None:
     assert dataset_names() == sorted(files + folders) and sorted(RECORDS) == files
     assert [len(RECORDS[name].class_names) for name in files] == [10, 100, 10, 10, 10, 10]
     assert [RECORDS[name].mirror for name in files] == [True, True, False, True, False, False]
+    assert [name for name in files if not RECORDS[name].cutmix] == ["mnist"]
 
 
 @pytest.mark.parametrize("record", RECORDS.values(), ids=RECORDS.keys())
@@ -169,6 +170,8 @@ def test_npz_called_like_a_dataset_takes_after_it(tmp_path: Path) -> None:
     assert (data.mean, data.std) == ((0.2861,), (0.3530,))
     assert data.recipe == {"source": str((tmp_path / "Fashion_MNIST.npz").resolve())}
     assert not load_data(save_npz(tmp_path / "svhn.npz")).mirror
+    assert load_data(save_npz(tmp_path / "svhn.npz")).cutmix
+    assert not load_data(save_npz(tmp_path / "mnist.npz", channels=1)).cutmix
 
 
 @pytest.mark.parametrize(("channels", "classes"), [(1, 10), (3, 9)])

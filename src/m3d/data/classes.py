@@ -172,6 +172,7 @@ class Dataset:
     val: ClassData | None = None  # the held-out part of the training data, if one was asked for
     recipe: Mapping[str, Any] = field(default_factory=dict)  # arguments that load this dataset again
     zca: Zca | None = None  # the whitening that follows standardisation, if one was asked for
+    cutmix: bool = True  # whether training may paste parts of its images into others (not so for MNIST)
     resident: str = "auto"  # whether the device of a run holds all training images: yes, no, or if they fit
 
     @property

@@ -50,6 +50,7 @@ class Record:
     url: str = ""  # the folder on the web
     layouts: tuple[Layout, ...] = ()  # in the order they are looked for; the last one is what is downloaded
     bundled: str = ""  # a file of this package that holds the whole dataset
+    cutmix: bool = True  # whether training may paste parts of its images into others
 
 
 # ------------------------------------------------------------------------------------------------------------ records
@@ -109,6 +110,7 @@ _ALL = (
         _DIGIT_NAMES,
         channels=1,
         mirror=False,
+        cutmix=False,  # as in the code of IDC and M3D; with it, networks get worse the longer they train (LAB.md)
         mean=(0.1307,),
         std=(0.3081,),
         counts=(60_000, 10_000),

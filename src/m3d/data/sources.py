@@ -160,7 +160,8 @@ def _from_arrays(
     train = _sorted(arrays.x_train, arrays.y_train, names, size, f"{where}: train")
     test = _sorted(arrays.x_test, arrays.y_test, names, size, f"{where}: test")
     mean, std = (record.mean, record.std) if record and record.mean else train.statistics()
-    return Dataset(name, train, test, names, mean, std, mirror=record.mirror if record else True, recipe=recipe)
+    mirror, cutmix = (record.mirror, record.cutmix) if record else (True, True)
+    return Dataset(name, train, test, names, mean, std, mirror=mirror, recipe=recipe, cutmix=cutmix)
 
 
 def _sorted(x: np.ndarray, y: np.ndarray, names: tuple[str, ...], size: int | None, split: str) -> ClassData:

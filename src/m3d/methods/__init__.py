@@ -19,6 +19,7 @@ class Task:
     classes: int
     ipc: int
     mirror: bool = True  # whether a mirrored image still shows its class
+    cutmix: bool = True  # whether training may paste parts of images into others
     smallest: int | None = None  # training images of the smallest class, where it is known
 
 

@@ -46,7 +46,9 @@ def idc(
         lr = (1e-4 if grey else 5e-3) * task.ipc / 10
     if train_images is None:
         train_images = 2000 if task.data.startswith("cifar") else 500
-    recipe = Recipe(epochs=1, batch=64, lr=0.01, augment=Augment(always=("color", "crop")), cutmix=0.5)
+    recipe = Recipe(
+        epochs=1, batch=64, lr=0.01, augment=Augment(always=("color", "crop")), cutmix=0.5 if task.cutmix else 0.0
+    )
     return Method(
         init=make_init(init),
         tiles=Tiles(factor),
