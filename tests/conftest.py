@@ -12,6 +12,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # the fused kernels run, slowly, on the CPU
 
+from shell import FAST, run
 from toys import make_dataset
 
 from m3d.data import Dataset, load_data
@@ -48,3 +49,13 @@ def tiny_file(tmp_path) -> str:
     path = tmp_path / "tiny.npz"
     np.savez(path, class_names=np.array(data.class_names), **arrays)
     return str(path)
+
+
+@pytest.fixture
+def finished(capsys, tmp_path):
+    """The folder of a short run on the digits."""
+    folder = tmp_path / "run"
+    code, out, _ = run(capsys, "condense", "digits", "--ipc", 2, *FAST, "--out", folder)
+    assert code == 0 and "10 classes × 2 images, 3 steps" in out and f"m3d show {folder}" in out
+    assert f"m3d evaluate {folder} --net convnet2:width=8\n" in out
+    return folder

@@ -1,9 +1,8 @@
-"""Every command as a user runs it: output, exit codes, one-line errors."""
+"""Every command as a user runs it: what it makes and says."""
 
 import json
 import os
 import shlex
-import signal
 import subprocess
 import sys
 import time
@@ -13,35 +12,9 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from shell import FAST, fails, run
 
-from m3d.cli import main
 from m3d.store import CondensedSet, RunFolder
-
-FAST = ["--net", "convnet2:width=8", "--steps", "3", "--batch-real", "4"]
-
-
-def run(capsys, *arguments) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as stop:
-        main([str(a) for a in arguments])
-    captured = capsys.readouterr()
-    code = stop.value.code
-    return (code if isinstance(code, int) else 0), captured.out, captured.err
-
-
-def fails(capsys, *arguments) -> str:
-    """A user's mistake: exit code 2, one line on stderr, nothing on stdout."""
-    code, out, err = run(capsys, *arguments)
-    assert code == 2 and out == "" and err.startswith("m3d: ") and err.count("\n") == 1 and "Traceback" not in err
-    return err
-
-
-@pytest.fixture
-def finished(capsys, tmp_path):
-    folder = tmp_path / "run"
-    code, out, _ = run(capsys, "condense", "digits", "--ipc", 2, *FAST, "--out", folder)
-    assert code == 0 and "10 classes × 2 images, 3 steps" in out and f"m3d show {folder}" in out
-    assert f"m3d evaluate {folder} --net convnet2:width=8\n" in out
-    return folder
 
 
 def test_condense_evaluate_show_export(capsys, finished, tmp_path):
@@ -302,77 +275,6 @@ def test_lists(capsys):
     assert run(capsys, "list", "kernels", "linear")[0] == 0
 
 
-def test_every_option_of_everything_has_a_meaning():
-    from m3d.listing import _REGISTRIES, MEANINGS, describe
-
-    seen = set()
-    for what, registry in _REGISTRIES.items():
-        for entry in registry:
-            assert describe(what, entry.name)
-            seen |= set(entry.options())
-    assert seen == set(MEANINGS)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["condens"], "condense"),
-        (["condense"], "which dataset"),
-        (["condense", "cifr10"], "Did you mean 'cifar10'"),
-        (["condense", "./missing"], "missing"),
-        (["condense", "digits", "--ipc", "0"], "ipc=0"),
-        (["condense", "digits", "--ipc", "ten"], "ten"),
-        (["condense", "digits", "--ipc", "500"], "has 1"),
-        (["condense", "digits", "--method", "m3"], "Did you mean 'm3d'"),
-        (["condense", "digits", "--kernel", "gauss"], "Did you mean 'gaussian'"),
-        (["condense", "digits", "--net", "convnet9"], "unknown network"),
-        (["condense", "digits", "--set", "lrr=1"], "Did you mean 'lr'"),
-        (["condense", "digits", "--set", "lr"], "expected name=value"),
-        (["condense", "digits", "--set", "lr=fast"], "lr='fast'"),
-        (["condense", "digits", "--set", "lr=nan"], "lr='nan'"),
-        (["condense", "digits", "--lr", "-1"], "lr=-1.0"),
-        (["condense", "digits", "--steps", "0"], "steps=0"),
-        (["condense", "digits", "--stepps", "3"], "--stepps"),
-        (["condense", "digits", "--method", "random", "--steps", "3"], "unknown option of random 'steps'"),
-        (["condense", "digits", "--val-fraction", "1.5"], "val_fraction=1.5"),
-        (["condense", "digits", "--eval-every", "5"], "needs held-out data"),
-        (["condense", "digits", "--keep-every", "-1"], "keep_every=-1"),
-        (["condense", "digits", "--keep-every", "9", "--steps", "5"], "keep_every=9 is more than the 5 steps"),
-        (["condense", "digits", "--keep-every", "9", "--subtasks", "2"], "keep_every=9 with subtasks=2"),
-        (["condense", "digits", "--eval-every", "-2", "--val-fraction", ".2"], "eval_every=-2"),
-        (["condense", "digits", "--eval-every", "9", "--steps", "5", "--val-fraction", ".2"], "more than the 5 steps"),
-        (["condense", "digits", "--checkpoint-seconds", "nan"], "checkpoint_seconds=nan"),
-        (["condense", "digits", "--factor", "7"], "cells without a pixel"),
-        (["condense", "digits", "--steps", "3", "--set", "steps=7"], "steps is given twice"),
-        (["evaluate", "--full", "digits", "--data", "mnist"], "--full has none"),
-        (["evaluate", "x", "--out", "y"], "its own folder"),
-        (["evaluate", "x", "--size", "8"], "keep the size"),
-        (["condense", "digits", "--device", "tpu"], "unknown device 'tpu'"),
-        (["condense", "digits", "--precision", "fp8"], "unknown precision 'fp8'"),
-        (["evaluate"], "one of them"),
-        (["evaluate", "missing"], "does not exist"),
-        (["show", "missing"], "does not exist"),
-        (["export", "missing", "--to", "npz"], "does not exist"),
-        (["list", "things"], "unknown list 'things'"),
-        (["list", "methods", "nothing"], "unknown method 'nothing'"),
-        (["--plugin", "missing.py", "list", "methods"], "is not a file"),
-    ],
-)
-def test_mistakes_get_one_line(capsys, tmp_path, monkeypatch, arguments, message):
-    monkeypatch.chdir(tmp_path)
-    assert message in fails(capsys, *arguments)
-    assert list(tmp_path.iterdir()) == []  # nothing was begun
-
-
-def test_mistakes_about_a_finished_run(capsys, finished, tmp_path):
-    assert "unknown protocol" in fails(capsys, "evaluate", finished, "--protocol", "papers")
-    assert "repeats=0" in fails(capsys, "evaluate", finished, "--repeats", 0)
-    assert "split 'val' is not there" in fails(capsys, "evaluate", finished, "--split", "val")
-    assert "allowed endings" in fails(capsys, "show", finished, "--out", tmp_path / "x.gif")
-    assert "unknown export format" in fails(capsys, "export", finished, "--to", "jpg")
-    assert "allowed are 1" in fails(capsys, "show", finished, "--most", 0)
-
-
 def test_help_answers_at_once_and_without_torch():
     """In a fresh process: every help has examples, and nothing heavy is imported, so that it answers at once."""
     for command in ("condense", "evaluate", "show", "export", "compare", "list", "demo"):
@@ -401,102 +303,6 @@ def test_tensorboard(capsys, tmp_path, monkeypatch):
     assert [e.step for e in events.Scalars("loss")] == [1, 2, 3]
 
 
-def test_a_diverging_run_is_stopped(capsys, tmp_path):
-    err = fails(
-        capsys,
-        "condense",
-        "digits",
-        *FAST[:2],
-        "--steps",
-        80,
-        "--batch-real",
-        4,
-        "--lr",
-        1e6,
-        "--out",
-        tmp_path / "run",
-    )
-    assert "the run diverges, try a smaller --lr" in err
-
-
-def test_a_stop_while_judging_loses_nothing(tmp_path):
-    """SIGTERM during a validation measurement: the checkpoint is there, and resuming gives the undisturbed result."""
-    import m3d
-
-    settings = [
-        "--steps",
-        "24",
-        "--net",
-        "convnet2:width=8",
-        "--batch-real",
-        "4",
-        "--val-fraction",
-        "0.2",
-        "--eval-every",
-        "8",
-    ]
-    code = f"""
-import os, signal, m3d.cli, m3d.train
-original = m3d.train.Trainer.run
-def stop(self, until):
-    if not stop.done:
-        os.kill(os.getpid(), signal.SIGTERM)  # while the evaluation trains
-    stop.done = True
-    return original(self, until)
-stop.done = False
-m3d.train.Trainer.run = stop
-m3d.cli.main(["condense", "digits", *{settings!r}, "--out", {str(tmp_path / "run")!r}])
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
-    assert done.returncode == 130 and "stopped after 8 steps" in done.stderr
-    resumed = m3d.resume(tmp_path / "run")
-    whole = m3d.condense(
-        "digits",
-        1,
-        net="convnet2:width=8",
-        steps=24,
-        batch_real=4,
-        eval_every=8,
-        load_options={"val_fraction": 0.2},
-        out=tmp_path / "whole",
-    )
-    assert resumed.fingerprint == whole.fingerprint
-    assert resumed.manifest["validation"] == whole.manifest["validation"]
-    best = [m3d.CondensedSet.load(tmp_path / name / RunFolder.BEST) for name in ("run", "whole")]
-    assert best[0].fingerprint == best[1].fingerprint and best[0].manifest["steps"] == best[1].manifest["steps"] > 0
-
-
-def test_evaluation_refuses_changed_data_and_unwritable_folders(capsys, tmp_path, tiny_file):
-    folder = tmp_path / "run"
-    assert run(capsys, "condense", tiny_file, "--method", "random", "--out", folder)[0] == 0
-    (folder / RunFolder.RESULTS).mkdir()
-    fast = ["--net", "convnet2:width=8", "--epochs", 1, "--repeats", 1]
-    code, out, err = run(capsys, "evaluate", folder, *fast)
-    assert code == 2 and "last epoch" in out and "Traceback" not in err  # the number is printed all the same
-    (folder / RunFolder.RESULTS).rmdir()
-    arrays = dict(np.load(tiny_file))
-    arrays["x_train"] = 255 - arrays["x_train"]
-    np.savez(tiny_file, **arrays)
-    assert "has changed since the set was made" in fails(capsys, "evaluate", folder, *fast)
-    assert run(capsys, "evaluate", folder, *fast, "--data", tiny_file)[0] == 0
-    assert "one class" in fails(capsys, "condense", _one_class(tmp_path), "--out", tmp_path / "one")
-
-
-def _one_class(tmp_path):
-    x = np.zeros((4, 8, 8, 3), np.uint8)
-    np.savez(
-        tmp_path / "one.npz",
-        x_train=x,
-        y_train=np.zeros(4, int),
-        x_test=x,
-        y_test=np.zeros(4, int),
-        class_names=["only"],
-    )
-    return tmp_path / "one.npz"
-
-
 def test_no_command_shows_the_help(capsys):
     code, out, _ = run(capsys)
     assert code == 0 and "Commands:" in out and "condense" in out
@@ -507,82 +313,6 @@ def test_version_and_module(capsys):
     assert code == 0 and out.startswith("m3d 0.")
     done = subprocess.run([sys.executable, "-m", "m3d", "--version"], capture_output=True, text=True, check=True)
     assert done.stdout == out
-
-
-def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path):
-    import signal
-
-    folder = tmp_path / "run"
-    command = [
-        sys.executable,
-        "-m",
-        "m3d",
-        "condense",
-        "digits",
-        "--steps",
-        "100000",
-        "--net",
-        "convnet2:width=8",
-        "--batch-real",
-        "4",
-    ]
-    process = subprocess.Popen(
-        [*command, "--out", str(folder), "--checkpoint-seconds", "0.1"], stderr=subprocess.PIPE, text=True
-    )
-    deadline = time.monotonic() + 60
-    while not (folder / RunFolder.CHECKPOINT).exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 130 and "--resume" in err and str(folder) in err and "Traceback" not in err
-    assert (folder / RunFolder.CHECKPOINT).exists()
-
-
-@pytest.mark.parametrize("begun", [True, False])
-def test_ctrl_c_before_the_first_step_says_what_is_there(capsys, tmp_path, monkeypatch, begun):
-    """Once run.json is written the run can be continued; before, nothing is there."""
-    where = "m3d.prepare.Prepared.go" if begun else "m3d.prepare.prepare"
-    with monkeypatch.context() as patch:
-        patch.setattr(where, lambda *_, **__: signal.raise_signal(signal.SIGINT))
-        if not begun:
-            patch.setattr("m3d.api.prepare", lambda *_, **__: signal.raise_signal(signal.SIGINT))
-        code, out, err = run(capsys, "condense", "digits", *FAST, "--out", tmp_path / "run")
-    assert code == 130 and out == ""
-    hint = f"; continue with: m3d condense --resume {tmp_path / 'run'}" if begun else ""
-    assert err == f"m3d: interrupted{hint}\n"
-    if begun:
-        assert run(capsys, "condense", "--resume", tmp_path / "run")[0] == 0
-
-
-def test_ctrl_c_during_an_import_within_a_run_says_what_is_there(tmp_path):
-    """Libraries are imported late, some only once the run has begun."""
-    (tmp_path / "late_import.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
-    (tmp_path / "plugin.py").write_text(
-        f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\nfrom m3d.prepare import Prepared\n"
-        "def go(*_):\n    import late_import\nPrepared.go = go\n"
-    )
-    folder = tmp_path / "run"
-    words = [sys.executable, "-m", "m3d", "--plugin", str(tmp_path / "plugin.py"), "condense", "digits", *FAST]
-    done = subprocess.run([*words, "--out", str(folder)], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 130 and done.stdout == ""
-    assert done.stderr == f"m3d: interrupted; continue with: m3d condense --resume {folder}\n"
-    assert (folder / RunFolder.RUN).exists()
-
-
-def test_ctrl_c_in_any_command_is_said(capsys, monkeypatch):
-    monkeypatch.setattr("m3d.listing.overview", lambda *_: signal.raise_signal(signal.SIGINT))
-    assert run(capsys, "list", "methods") == (130, "", "m3d: interrupted\n")
-
-
-@pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
-def test_ctrl_c_during_an_import_ends_at_once(tmp_path):
-    """An exception raised there may be swallowed by the library, and the command would go on."""
-    (tmp_path / "slow.py").write_text(
-        "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nexcept KeyboardInterrupt:\n    pass\n"
-    )
-    words = [sys.executable, "-m", "m3d", "--plugin", str(tmp_path / "slow.py"), "list", "methods"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout, done.stderr) == (130, "", "m3d: interrupted\n")
 
 
 def test_a_recorded_command_can_be_typed_again_and_a_resumed_set_names_the_first(capsys, tmp_path, monkeypatch):
@@ -619,12 +349,6 @@ def test_list_alone_names_what_can_be_listed(capsys):
         assert run(capsys, *line.split()[1:])[0] == 0
 
 
-def test_an_option_set_twice_is_refused(capsys, tmp_path):
-    twice = ["--set", "kernel=linear", "--set", "kernel=gaussian"]
-    assert "kernel is given twice" in fails(capsys, "condense", "digits", *twice, "--out", tmp_path / "run")
-    assert "kernel is given twice" in fails(capsys, "sweep", "digits", *twice, "--dry-run")
-
-
 def test_unreadable_images_can_be_left_out_by_every_command_that_reads_a_folder(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     for split in ("train", "test"):
@@ -648,11 +372,6 @@ def test_unreadable_images_can_be_left_out_by_every_command_that_reads_a_folder(
     for option in (["--size", 8], ["--on-bad-image", "skip"]):
         assert "a run's data" in fails(capsys, "relabel", whole, *option, "--out", tmp_path / "other")
         assert "a run's data" in fails(capsys, "evaluate", whole, *option)
-
-
-def test_a_folder_that_is_being_relabelled_is_held(capsys, finished, tmp_path):
-    with RunFolder(tmp_path / "soft").claimed("m3d relabel"):
-        assert "is in use by m3d relabel" in fails(capsys, "relabel", finished, "--out", tmp_path / "soft")
 
 
 def test_help_names_every_plan(capsys):
