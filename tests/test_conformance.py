@@ -94,7 +94,7 @@ def parts(value: object) -> object:
 TASKS = [
     Task("cifar10", (3, 32, 32), 10, 1, True, 5000),
     Task("cifar100", (3, 32, 32), 100, 50, True, 500),
-    Task("mnist", (1, 28, 28), 10, 10, False, 5421),
+    Task("mnist", (1, 28, 28), 10, 10, False, 5421, False),
     Task("photos", (3, 224, 224), 10, 100, True, 1000),
 ]
 

@@ -492,10 +492,12 @@ def test_records_say_what_part_of_a_device_a_run_had(monkeypatch):
             Runtime.choose("cpu")
 
 
-@pytest.mark.parametrize(("method", "steps", "compiled"), [("m3d", 6000, True), ("m3d", 5999, False),
-                                                           ("idc", 6000, False), ("idc", 20_000, True)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("method", "steps", "compiled"),
+    [("m3d", 6000, True), ("m3d", 5999, False), ("idc", 6000, False), ("idc", 20_000, True), ("dsa", 10**6, False)],
+)
 def test_a_step_is_compiled_where_that_pays(tiny, monkeypatch, method, steps, compiled):
-    """Gradients of gradients take long to compile, so they must be taken more often."""
+    """Gradients of gradients take long to compile: more steps must gain by it, and DSA's do not."""
     monkeypatch.setattr(Runtime, "compiles", lambda self, n, least=COMPILE_FROM: asked.append(n >= least))
     asked: list[bool] = []
     built, _ = make_method(method, Task("tiny", tiny.shape, 3, 1), {"steps": steps, "batch_real": 2})

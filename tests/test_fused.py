@@ -126,7 +126,26 @@ def test_mmd2_of_points_that_agree_is_nothing_and_pulls_nowhere():
     assert Gaussian().fused_mmd2(same, same.clone()).abs().max() < 1e-6  # no distance is the unit of distance
 
 
+def test_differentiating_again_is_refused():
+    """The gradient is written by a kernel: what it depends on further is not known, and not nothing."""
+    synthetic, real = tensor(1, 3, 4), tensor(1, 5, 4, seed=1).detach()
+    images = tensor(1, 2, 3, 8, 8)
+    numbers = Augment.parse("color").parameters(torch.rand(1, UNIFORMS, device=DEVICE), (8, 8)).packed()
+    for value, of in ((Gaussian().fused_mmd2(real, synthetic), synthetic), (augment(images, numbers).square(), images)):
+        (gradient,) = torch.autograd.grad(value.sum(), of, create_graph=True)
+        with pytest.raises(RuntimeError):
+            torch.autograd.grad(gradient.square().sum(), of)
+
+
+class _Fixed(Gaussian):
+    """A kernel that someone else wrote upon ours."""
+
+    def scale(self, x, y):
+        return torch.ones_like(super().scale(x, y))
+
+
 def test_kernels_that_are_not_fused():
+    assert not _Fixed().fits(torch.zeros(1, 2, 3), torch.zeros(1, 4, 3))
     a, b = torch.zeros(1, 2, 3), torch.zeros(1, 4, 3)
     assert gaussian().fits(a, b) and not Gaussian((1.0, 3.0)).fits(a, b) and not gaussian().fits(a.double(), b.double())
     assert not gaussian().fits(a.clone().requires_grad_(), b) and not gaussian().fits(a[0], b[0])

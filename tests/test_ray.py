@@ -204,8 +204,8 @@ def test_cells_get_the_gpus_there_are():
     assert given() == (5, {"num_cpus": 1.0, "num_gpus": 1.0})  # 2 + 3, which its CPUs limit; none without a GPU
     assert given(gpus=0.5) == (7, {"num_cpus": 1.0, "num_gpus": 0.5})
     assert given(gpus=0.1, cpus=0.1)[0] == 20 + 30
-    half, whole = (Cluster(two, cpus=1.0, gpus=n, retries=1, device="auto").environment for n in (0.5, 1.0))
-    assert half == {"M3D_DEVICE_SHARE": "0.5"} and whole == {}
+    given_to = [Cluster(two, cpus=1.0, gpus=n, retries=1, device="auto").environment for n in (0.5, 0.6, 1.0)]
+    assert given_to == [{"M3D_DEVICE_SHARE": "0.5"}, {}, {}]  # with more than a half nobody else fits
     assert given(device="cpu") == (75, {"num_cpus": 1.0, "num_gpus": 0.0})
     with pytest.raises(M3DError, match="8 GPUs"):
         given(gpus=8.0)

@@ -160,3 +160,16 @@ def test_a_run_keeps_the_settings_it_began_with(tmp_path, monkeypatch):
     (folder / RunFolder.CONDENSED).unlink()  # as if it had been killed at once
     monkeypatch.setattr("m3d.methods.m3d.size_rate", lambda shape: 7.0)
     assert m3d.resume(folder.path, data=data).fingerprint == made.fingerprint
+
+
+def test_a_run_that_once_shared_its_device_says_so_at_the_end(tmp_path, monkeypatch):
+    """Its seconds are those of all sessions."""
+    monkeypatch.setattr("m3d.engine._REPORT_SECONDS", 0.0)
+    options = {"net": NET, "steps": BLOCK + 4, "batch_real": 4, "device": "cpu"}
+    for begun, gone_on, told in (("0.25", "1", 0.25), ("1", "0.5", 0.5), ("0.5", "0.25", 0.25), ("1", "1", None)):
+        folder = tmp_path / f"{begun}-{gone_on}"
+        monkeypatch.setenv("M3D_DEVICE_SHARE", begun)
+        with pytest.raises(Interrupted):
+            m3d.condense("digits", 1, out=folder, report=lambda _: signal.raise_signal(signal.SIGINT), **options)
+        monkeypatch.setenv("M3D_DEVICE_SHARE", gone_on)
+        assert m3d.resume(folder).manifest.get("device_share") == told

@@ -34,6 +34,17 @@ def lines(file: Path) -> list[dict]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
+def test_a_sweep_on_a_shared_device_says_that_it_took_at_most_so_long(capsys, tiny_file, tmp_path, monkeypatch):
+    from m3d.reproduce.records import read
+
+    monkeypatch.setenv("M3D_DEVICE_SHARE", "0.25")
+    grid = ["--ipc", 1, "--set", "steps=3", "--set", "batch_real=4", "--net", NET]
+    code, out, _ = call(capsys, "sweep", tiny_file, *grid, *QUICK, "--out", tmp_path / "sweep")
+    (record,) = lines(tmp_path / "sweep" / "sweep.jsonl")
+    assert code == 0 and "≤ " in out and record["condensation"][0]["device_share"] == record["device_share"] == 0.25
+    assert read(record, "seconds").at_most
+
+
 def test_a_sweep_from_nothing_to_a_ranking_and_again(capsys, tiny_file, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     loads = []

@@ -1,8 +1,8 @@
 """Colour, geometry and cutout in one Triton kernel, forward and, where images move by whole pixels, backward.
 
 One operation after the other, PyTorch reads and writes every image a dozen times, and its compiler spends longer on
-this than on the rest of a step; here an image is read twice and written once, and nothing is compiled but two small
-kernels. The plain path of ``m3d.augment`` computes the same function; tests compare the two.
+this than on the rest of a step; here an image is read for its mean, then, mostly from the cache, for the result, and
+written once. The plain path of ``m3d.augment`` computes the same function; tests compare the two.
 
 All of it is linear in the pixels but for a constant. With v the value of a pixel in one channel, g its mean over the
 channels and m the mean of the whole image, brightness b, saturation s and contrast c make of it

@@ -97,13 +97,24 @@ def _(synthetic: Tensor, real: Tensor, bands: int, largest: float, least: float)
     return synthetic.new_empty(groups), synthetic.new_empty(groups, n, many), synthetic.new_empty(groups, many, d)
 
 
+@torch.library.custom_op("m3d::gaussian_mmd2_backward", mutates_args=())
+def _pull_op(grad: Tensor, pull: Tensor, points: Tensor) -> Tensor:
+    """An operation by itself, so that differentiating it again is refused and not forgotten."""
+    return (pull * grad[:, None, None]) @ points
+
+
+@_pull_op.register_fake
+def _(grad: Tensor, pull: Tensor, points: Tensor) -> Tensor:
+    return points.new_empty(len(points), pull.shape[1], points.shape[2])
+
+
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     ctx.save_for_backward(*output[1:])
 
 
 def _differentiate(ctx: Any, grad: Tensor, _pull: Tensor, _points: Tensor) -> tuple[Tensor, None, None, None, None]:
     pull, points = ctx.saved_tensors
-    return (pull * grad[:, None, None]) @ points, None, None, None, None
+    return _pull_op(grad, pull, points), None, None, None, None
 
 
 _mmd_op.register_autograd(_differentiate, setup_context=_remember)

@@ -37,7 +37,9 @@ class Prepared:
         self.net: str = method.network if request["net"] is None else request["net"]
         self.ranks = Ranks.from_environment()
         begun = request.get("machine")
-        self.begun_by = str(begun.get("command", "")) if isinstance(begun, dict) else ""  # where a run is resumed
+        begun = begun if isinstance(begun, dict) else {}
+        self.begun_by = str(begun.get("command", ""))  # where a run is resumed
+        self.begun_with = begun.get("device_share", 1)  # the part of a device that it had then
         # Runs that were begun before there were such options have neither.
         self.shards = [
             Shard(classes, self.ranks, request.get("classes_at_once"))
@@ -135,6 +137,8 @@ class Prepared:
         }
         if self.begun_by and self.begun_by != manifest["command"]:
             manifest["begun_by"] = self.begun_by  # the command above continued it
+        if self.begun_with != 1:  # its seconds are of both sessions
+            manifest["device_share"] = min(self.begun_with, manifest.get("device_share", 1))
         if self.ranks.world > 1:
             manifest["processes"] = self.ranks.world
         if len(self.shards) > 1:
@@ -173,7 +177,8 @@ def prepare(request: Mapping[str, Any], data: Dataset) -> Prepared:
         raise M3DError(f"keep_every={request['keep_every']} is not valid; allowed: 0 (never) and more")
     if request["eval_every"] and data.val is None:
         raise M3DError("eval_every needs held-out data: give a val_fraction between 0 and 1 (--val-fraction 0.1)")
-    task = Task(data.name, data.shape, data.classes, ipc, data.mirror, data.cutmix, int(data.train.count.min()))
+    smallest = int(data.train.count.min())
+    task = Task(data.name, data.shape, data.classes, ipc, data.mirror, smallest, data.cutmix)
     method, options = make_method(request["method"], task, dict(request["options"]))
     runtime = Runtime.choose(request["device"], request["precision"], request["deterministic"], request["step_mode"])
     if request["precision"] == "auto" and runtime.device.type == "cuda":

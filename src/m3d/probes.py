@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -50,9 +51,8 @@ class Gradient:
     too.
     """
 
-    # Compiled in 60 to 85 s on a cold cache; IDC's step then takes half the time, DSA's, which trains more, the same.
-    compile_from: ClassVar[int] = 20_000
     keep: Literal["matrices", "convolutions"] = "matrices"
+    compile_from: float = math.inf  # steps: it takes a minute, and pays only where little else is done between them
 
     def __call__(self, net: FlatNet, eyes: Eyes, batch: Batch, dtype: torch.dtype) -> Grads:
         classes, n = batch.images.shape[:2]

@@ -1,4 +1,4 @@
-"""Own Triton kernels compiled by a second process while PyTorch compiles the step, so that a first run starts sooner.
+"""Kernels of networks and augmentation compiled by a second process while PyTorch compiles the step: a sooner start.
 
 A Triton compilation holds Python's lock, so threads would not help. The second process (this file, run as a script)
 augments images of the run's sizes and sends them through the network once, which leaves the kernels in Triton's cache

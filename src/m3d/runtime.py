@@ -78,7 +78,7 @@ class Runtime:
         """
         return _FP16_SCALE if self.precision == "fp16" else 1.0
 
-    def compiles(self, steps: int, least: int = COMPILE_FROM) -> bool:
+    def compiles(self, steps: int, least: float = COMPILE_FROM) -> bool:
         """Whether a step repeated ``steps`` times is worth compiling, one that pays from ``least`` of them."""
         if self.step_mode == "auto":
             return self.device.type == "cuda" and steps >= least

@@ -162,7 +162,7 @@ class Cluster:
         usable = device != "cpu" and any(n.get("GPU", 0) for n in nodes)
         gpus = float(usable) if gpus is None else gpus
         self.share = {"num_cpus": cpus, "num_gpus": gpus}
-        self.environment = {"M3D_DEVICE_SHARE": str(gpus)} if 0 < gpus < 1 else {}  # for the records
+        self.environment = {"M3D_DEVICE_SHARE": str(gpus)} if 0 < gpus <= 0.5 else {}  # for the records
         self.width = sum(_room(n, cpus, gpus) for n in nodes)
         if not self.width:
             raise M3DError(f"no node of the cluster has the {cpus:g} CPUs and {gpus:g} GPUs that a cell asks for "

@@ -19,8 +19,8 @@ class Task:
     classes: int
     ipc: int
     mirror: bool = True  # whether a mirrored image still shows its class
-    cutmix: bool = True  # whether training may paste parts of images into others
     smallest: int | None = None  # training images of the smallest class, where it is known
+    cutmix: bool = True  # whether training may paste parts of images into others
 
 
 def make_method(name: str, task: Task, options: dict[str, object]) -> tuple[Method, dict[str, object]]:

@@ -35,6 +35,7 @@ def idc(
     factor: int = 2,
     per_network: int = 100,
     train_images: int | None = None,
+    train_cutmix: float | None = None,
     batch_real: int = 64,
     batch_syn_max: int = 128,
     augment: str = "color+crop+cutout",
@@ -46,9 +47,9 @@ def idc(
         lr = (1e-4 if grey else 5e-3) * task.ipc / 10
     if train_images is None:
         train_images = 2000 if task.data.startswith("cifar") else 500
-    recipe = Recipe(
-        epochs=1, batch=64, lr=0.01, augment=Augment(always=("color", "crop")), cutmix=0.5 if task.cutmix else 0.0
-    )
+    if train_cutmix is None:
+        train_cutmix = 0.5 if task.cutmix else 0.0
+    recipe = Recipe(epochs=1, batch=64, lr=0.01, augment=Augment(always=("color", "crop")), cutmix=train_cutmix)
     return Method(
         init=make_init(init),
         tiles=Tiles(factor),
@@ -57,13 +58,13 @@ def idc(
             pool=TrainedOnReal(every=per_network, images=train_images, recipe=recipe),
             objective=PowerDistance(1 if grey else 2),
             player=Descent(lr=lr, momentum=momentum),
-            probe=Gradient("convolutions"),
+            probe=Gradient("convolutions", compile_from=20_000),  # half the milliseconds, after a minute (LAB.md)
             augment=Augment.parse(augment),
             batch_real=batch_real,
             batch_syn_max=batch_syn_max,
             diverged_at=1e6,  # gradients of a fresh and of a trained network differ by orders of magnitude
         ),
-        settled={"lr": lr, "train_images": train_images},
+        settled={"lr": lr, "train_images": train_images, "train_cutmix": train_cutmix},
     )
 
 

@@ -152,7 +152,8 @@ def ipm(records: Records) -> dict[str, Figure]:
     axes.set_xticks(x, keys)
     axes.set_xlabel("iterations per model (IPM)", fontsize=_FONT)
     axes.set_ylabel("test accuracy, %", fontsize=_FONT, color=_BLUE)
-    right.set_ylabel("condensing, s (bars)", fontsize=_FONT, color="#555555")
+    shared = ", at most" if any(p.at_most for p in seconds) else ""
+    right.set_ylabel(f"condensing, s (bars{shared})", fontsize=_FONT, color="#555555")
     right.set_ylim(0, 1.8 * max((p.mean or 0.0 for p in seconds), default=1.0))
     right.tick_params(labelsize=_FONT, colors="#555555")
     right.spines["top"].set_visible(False)

@@ -16,7 +16,8 @@ _LEGEND = (
     "≤ : timed while other runs computed on the same device."
 )
 _FIELDS = (
-    "table", "row", "column", "ours", "sd", "n", "seeds", "text", "published", "published_sd", "difference", "source",
+    "table", "row", "column", "ours", "sd", "n", "seeds", "text", "at_most",
+    "published", "published_sd", "difference", "source",
 )  # fmt: skip
 
 
@@ -61,7 +62,7 @@ def comma_separated(plan: Plan, records: Records) -> str:
                 if ours is None and theirs is None:
                     continue
                 place = ours or Place(None, seeds=0)
-                values = (place.mean, place.sd, place.n, place.seeds, place.text)
+                values = (place.mean, place.sd, place.n, place.seeds, place.text, "yes" if place.at_most else "")
                 rest = (
                     (theirs.mean, theirs.sd, _difference(ours, theirs, column), theirs.source)
                     if theirs
