@@ -10,7 +10,6 @@ each axis, rotation up to 15°, mirror with probability ½. Images are normalise
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,13 +20,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from m3d.errors import M3DError, unknown
+from m3d.version import HAS_TRITON
 
 OPERATIONS = ("color", "crop", "cutout", "flip", "scale", "rotate")
 UNIFORMS = 12  # how many uniform numbers decide one augmentation
 NUMBERS = 13  # how many numbers describe it
 _BRIGHTNESS, _SATURATION, _CONTRAST = 1.0, 2.0, 0.5
 _CROP, _CUTOUT, _SCALE, _ROTATE = 0.125, 0.5, 1.2, 15.0
-_HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 class Parameters(NamedTuple):
@@ -143,7 +142,7 @@ class Augment:
 
     def fits(self, images: Tensor) -> bool:
         """Whether one kernel can do all of it where there is a GPU."""
-        if not _HAS_TRITON or not (self.always or self.one_of) or (self._between and images.requires_grad):
+        if not HAS_TRITON or not (self.always or self.one_of) or (self._between and images.requires_grad):
             return False
         from m3d.fused_augment import augment_fits
 

@@ -6,7 +6,6 @@ kernel loops over classes. Kernels compose: ``Gaussian() + 0.5 * Linear()``, ``L
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,8 +14,8 @@ from torch import Tensor, nn
 
 from m3d.errors import M3DError
 from m3d.registry import Registry, parse_spec
+from m3d.version import HAS_TRITON
 
-_HAS_TRITON = importlib.util.find_spec("triton") is not None
 _LEAST_SPREAD = 1e-4  # of a point's mean square; bandwidths of real features are about as large as that itself
 
 KERNELS: Registry[Kernel] = Registry("kernel")
@@ -114,7 +113,7 @@ class Gaussian(Kernel):
 
     def fits(self, real: Tensor, synthetic: Tensor) -> bool:
         """Whether one kernel can do all of it where there is a GPU."""
-        if not _HAS_TRITON or not self._doubling or type(self) is not Gaussian:  # a subclass may compute otherwise
+        if not HAS_TRITON or not self._doubling or type(self) is not Gaussian:  # a subclass may compute otherwise
             return False
         from m3d.fused_mmd import mmd_fits
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
 from typing import Literal, cast
 
@@ -15,10 +14,10 @@ from m3d.nets.flat import Stackable
 from m3d.nets.norms import Affine, BatchNorm, batch_norm
 from m3d.nets.single import wide
 from m3d.types import Seen
+from m3d.version import HAS_TRITON
 
 NormName = Literal["instance", "batch", "none"]
 _COLUMNS = 2**30  # values of neighbourhoods laid out at once, at most
-_HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 class ConvNet(Stackable):
@@ -98,7 +97,7 @@ class ConvNet(Stackable):
         return Seen(maps, features, torch.baddbmm(bias[:, None], features, weight.mT))
 
     def _fits(self) -> bool:
-        if not _HAS_TRITON or not self.norms or self.batch_norm:  # the kernels know instance norm alone
+        if not HAS_TRITON or not self.norms or self.batch_norm:  # the kernels know instance norm alone
             return False
         from m3d.nets.fused_norm import norm_fits
         from m3d.nets.fused_stem import stem_fits
