@@ -1,5 +1,6 @@
 """Runs that are stopped, killed or judged on the way: they go on bit for bit, and keep what they said they would."""
 
+import json
 import os
 import signal
 import subprocess
@@ -173,3 +174,14 @@ def test_a_run_that_once_shared_its_device_says_so_at_the_end(tmp_path, monkeypa
             m3d.condense("digits", 1, out=folder, report=lambda _: signal.raise_signal(signal.SIGINT), **options)
         monkeypatch.setenv("M3D_DEVICE_SHARE", gone_on)
         assert m3d.resume(folder).manifest.get("device_share") == told
+
+
+def test_a_strange_record_of_the_machine_does_not_keep_a_run_from_going_on(tmp_path):
+    data, folder = make_dataset(), RunFolder(tmp_path / "run")
+    made = m3d.condense(data, 1, out=folder.path, steps=2, batch_real=4, net=NET)
+    for machine in ("a string", {"device_share": "a half"}, {"device_share": [1]}):
+        (folder / RunFolder.CONDENSED).unlink()
+        request = json.loads((folder / RunFolder.RUN).read_text())
+        (folder / RunFolder.RUN).write_text(json.dumps({**request, "machine": machine}))
+        again = m3d.resume(folder.path, data=data)
+        assert again.fingerprint == made.fingerprint and "device_share" not in again.manifest

@@ -276,12 +276,6 @@ class _Settings:
     saver: Saver
 
 
-def _suited(recipe: Recipe, data: Dataset) -> Recipe:
-    """The recipe without what would change the classes of these data."""
-    augment = recipe.augment if data.mirror else recipe.augment.without("flip")
-    return replace(recipe, augment=augment, cutmix=recipe.cutmix if data.cutmix else 0.0)
-
-
 def _train_and_test(
     pixels: torch.Tensor, labels: torch.Tensor, data: Dataset, source: dict[str, Any], settings: _Settings
 ) -> Result:
@@ -290,7 +284,7 @@ def _train_and_test(
     protocol = make_protocol(settings.protocol) if isinstance(settings.protocol, str) else settings.protocol
     if repeats < 1:
         raise M3DError(f"repeats={repeats} is not valid; allowed: 1 and more")
-    recipe = _suited(protocol.recipe, data)
+    recipe = protocol.recipe.suited(mirror=data.mirror, cutmix=data.cutmix)
     device, began = runtime.device, time.perf_counter()
     flat_net = FlatNet(make_net(net, data.shape, data.classes), device)
     test = _images(_split_of(data, split), data, device)

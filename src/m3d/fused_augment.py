@@ -69,8 +69,25 @@ def _inside(row, column, height, width):
 
 
 @triton.jit
-def _mixed(value, grey, level, saturation, contrast):
-    return contrast * (saturation * value + (1.0 - saturation) * grey) + (1.0 - contrast) * level
+def _own(numbers_ptr, group, height, width, CHANNELS: tl.constexpr, NUMBERS: tl.constexpr):
+    """(its group's numbers, how many pixels it has, where it begins) of this program's image."""
+    image = tl.program_id(0).to(tl.int64)
+    pixels = height * width
+    return numbers_ptr + (image // group) * NUMBERS, pixels, image * CHANNELS * pixels
+
+
+@triton.jit
+def _write_mixed(source, out, there, shown, constant, numbers, pixels, CHANNELS: tl.constexpr, B: tl.constexpr):
+    """c · (s · v + (1 − s) · g) + ``constant`` to ``out``, where ``there``; v and g, from ``source``, are 0 unless
+    ``shown``."""
+    saturation, contrast = tl.load(numbers + _SATURATION), tl.load(numbers + _CONTRAST)
+    grey = tl.zeros([B], tl.float32)
+    for channel in tl.static_range(CHANNELS):
+        grey += tl.load(source + channel * pixels, mask=shown, other=0.0)
+    rest = contrast * (1.0 - saturation) * (grey / CHANNELS) + constant
+    for channel in tl.static_range(CHANNELS):
+        value = tl.load(source + channel * pixels, mask=shown, other=0.0)
+        tl.store(out + channel * pixels, contrast * saturation * value + rest, mask=there)
 
 
 @triton.jit
@@ -80,13 +97,9 @@ def _augment_forward(
     CHANNELS: tl.constexpr, NUMBERS: tl.constexpr, B: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """One image: its mean first, then every pixel of the result from where it comes."""
-    image = tl.program_id(0).to(tl.int64)
-    numbers = numbers_ptr + (image // group) * NUMBERS
-    pixels = height * width
-    start = image * CHANNELS * pixels
+    numbers, pixels, start = _own(numbers_ptr, group, height, width, CHANNELS, NUMBERS)
     level = _mean(x_ptr, start, pixels, CHANNELS, B, TILES)
-    brightness = tl.load(numbers + _BRIGHTNESS)
-    saturation, contrast = tl.load(numbers + _SATURATION), tl.load(numbers + _CONTRAST)
+    constant = (1.0 - tl.load(numbers + _CONTRAST)) * level + tl.load(numbers + _BRIGHTNESS)
     sign = tl.load(numbers + _SIGN)
     down, right = tl.load(numbers + _DOWN).to(tl.int32), tl.load(numbers + _RIGHT).to(tl.int32)
     for tile in range(TILES):
@@ -94,15 +107,8 @@ def _augment_forward(
         y, x = q // width, q % width
         row, column = y + down, _across(x, sign, width) + right
         shown = (q < pixels) & _inside(row, column, height, width) & _kept(y, x, numbers)
-        source = x_ptr + start + row * width + column
-        grey = tl.zeros([B], tl.float32)
-        for channel in tl.static_range(CHANNELS):
-            grey += tl.load(source + channel * pixels, mask=shown, other=0.0)
-        grey = grey / CHANNELS
-        for channel in tl.static_range(CHANNELS):
-            value = tl.load(source + channel * pixels, mask=shown, other=0.0)
-            value = _mixed(value, grey, level, saturation, contrast) + brightness
-            tl.store(out_ptr + start + channel * pixels + q, tl.where(shown, value, 0.0), mask=q < pixels)
+        source, out = x_ptr + start + row * width + column, out_ptr + start + q
+        _write_mixed(source, out, q < pixels, shown, tl.where(shown, constant, 0.0), numbers, pixels, CHANNELS, B)
 
 
 @triton.jit
@@ -112,10 +118,7 @@ def _augment_backward(
     CHANNELS: tl.constexpr, NUMBERS: tl.constexpr, B: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """The adjoint: the mean of what is shown of the gradient first, then every pixel's from where it went."""
-    image = tl.program_id(0).to(tl.int64)
-    numbers = numbers_ptr + (image // group) * NUMBERS
-    pixels = height * width
-    start = image * CHANNELS * pixels
+    numbers, pixels, start = _own(numbers_ptr, group, height, width, CHANNELS, NUMBERS)
     sign = tl.load(numbers + _SIGN)
     down, right = tl.load(numbers + _DOWN).to(tl.int32), tl.load(numbers + _RIGHT).to(tl.int32)
     total = tl.zeros([B], tl.float32)
@@ -127,21 +130,22 @@ def _augment_backward(
         for channel in tl.static_range(CHANNELS):
             total += tl.load(grad_ptr + start + channel * pixels + q, mask=shown, other=0.0)
     level = tl.sum(total, axis=0) / (CHANNELS * pixels)
-    saturation, contrast = tl.load(numbers + _SATURATION), tl.load(numbers + _CONTRAST)
+    constant = (1.0 - tl.load(numbers + _CONTRAST)) * level
     for tile in range(TILES):
         q = tile * B + tl.arange(0, B)
         row, column = q // width, q % width
         y, x = row - down, _across(column - right, sign, width)
         shown = (q < pixels) & _inside(y, x, height, width) & _kept(y, x, numbers)
-        source = grad_ptr + start + y * width + x
-        grey = tl.zeros([B], tl.float32)
-        for channel in tl.static_range(CHANNELS):
-            grey += tl.load(source + channel * pixels, mask=shown, other=0.0)
-        grey = grey / CHANNELS
-        for channel in tl.static_range(CHANNELS):
-            value = tl.load(source + channel * pixels, mask=shown, other=0.0)
-            value = _mixed(value, grey, level, saturation, contrast)
-            tl.store(out_ptr + start + channel * pixels + q, value, mask=q < pixels)
+        source, out = grad_ptr + start + y * width + x, out_ptr + start + q
+        _write_mixed(source, out, q < pixels, shown, constant, numbers, pixels, CHANNELS, B)
+
+
+@triton.jit
+def _corner(row, column, height, width, K: tl.constexpr):
+    """(how near the K-th of the four pixels around a place is, whether there is one, its number in the image)."""
+    y, x = tl.floor(row) + K // 2, tl.floor(column) + K % 2
+    near = (1.0 - tl.abs(row - y)) * (1.0 - tl.abs(column - x))
+    return near, _inside(y, x, height, width), (y * width + x).to(tl.int32)
 
 
 @triton.jit
@@ -151,10 +155,7 @@ def _augment_between(
     CHANNELS: tl.constexpr, NUMBERS: tl.constexpr, B: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """``_augment_forward`` for any matrix: every pixel of the result is a mean of four, weighted by their nearness."""
-    image = tl.program_id(0).to(tl.int64)
-    numbers = numbers_ptr + (image // group) * NUMBERS
-    pixels = height * width
-    start = image * CHANNELS * pixels
+    numbers, pixels, start = _own(numbers_ptr, group, height, width, CHANNELS, NUMBERS)
     level = _mean(x_ptr, start, pixels, CHANNELS, B, TILES)
     saturation, contrast = tl.load(numbers + _SATURATION), tl.load(numbers + _CONTRAST)
     constant = (1.0 - contrast) * level + tl.load(numbers + _BRIGHTNESS)
@@ -167,27 +168,21 @@ def _augment_between(
         y, x = q // width, q % width
         from_y, from_x = y - middle_y, x - middle_x
         row, column = yy * from_y + yx * from_x + down, xy * from_y + xx * from_x + right
-        top, left = tl.floor(row), tl.floor(column)
         kept = (q < pixels) & _kept(y, x, numbers)
-        weight = tl.zeros([B], tl.float32)
-        grey = tl.zeros([B], tl.float32)
-        for corner in tl.static_range(4):
-            at_y, at_x = top + corner // 2, left + corner % 2
-            near = (1.0 - tl.abs(row - at_y)) * (1.0 - tl.abs(column - at_x))
-            there = kept & _inside(at_y, at_x, height, width)
-            weight += tl.where(there, near, 0.0)
-            source = x_ptr + start + (at_y * width + at_x).to(tl.int32)
+        weight, grey = tl.zeros([B], tl.float32), tl.zeros([B], tl.float32)
+        for k in tl.static_range(4):
+            near, there, place = _corner(row, column, height, width, k)
+            weight += tl.where(kept & there, near, 0.0)
             for channel in tl.static_range(CHANNELS):
-                grey += near * tl.load(source + channel * pixels, mask=there, other=0.0)
+                source = x_ptr + start + channel * pixels + place
+                grey += near * tl.load(source, mask=kept & there, other=0.0)
         rest = contrast * (1.0 - saturation) * (grey / CHANNELS) + constant * weight
         for channel in tl.static_range(CHANNELS):
             value = tl.zeros([B], tl.float32)
-            for corner in tl.static_range(4):
-                at_y, at_x = top + corner // 2, left + corner % 2
-                near = (1.0 - tl.abs(row - at_y)) * (1.0 - tl.abs(column - at_x))
-                there = kept & _inside(at_y, at_x, height, width)
-                source = x_ptr + start + channel * pixels + (at_y * width + at_x).to(tl.int32)
-                value += near * tl.load(source, mask=there, other=0.0)
+            for k in tl.static_range(4):
+                near, there, place = _corner(row, column, height, width, k)
+                source = x_ptr + start + channel * pixels + place
+                value += near * tl.load(source, mask=kept & there, other=0.0)
             tl.store(out_ptr + start + channel * pixels + q, contrast * saturation * value + rest, mask=q < pixels)
 
 

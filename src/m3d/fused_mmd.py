@@ -120,13 +120,13 @@ def _differentiate(ctx: Any, grad: Tensor, _pull: Tensor, _points: Tensor) -> tu
 _mmd_op.register_autograd(_differentiate, setup_context=_remember)
 
 
-def mmd_fits(synthetic: Tensor, real: Tensor) -> bool:
+def mmd_fits(real: Tensor, synthetic: Tensor) -> bool:
     """Whether ``gaussian_mmd2`` takes these points."""
     return synthetic.dtype == real.dtype == torch.float32 and synthetic.ndim == 3 and not real.requires_grad
 
 
-def gaussian_mmd2(synthetic: Tensor, real: Tensor, bands: int, largest: float, least: float) -> Tensor:
-    """[C]: MMD² of ``synthetic`` [C, n, d] and ``real`` [C, m, d], the latter without a gradient.
+def gaussian_mmd2(real: Tensor, synthetic: Tensor, bands: int, largest: float, least: float) -> Tensor:
+    """[C]: MMD² of ``real`` [C, m, d], which gets no gradient, and ``synthetic`` [C, n, d].
 
     The kernel is the sum of ``bands`` Gaussians whose bandwidths are b · ``largest``, half of that, and so on; b is at
     least ``least`` times the mean square of a point.

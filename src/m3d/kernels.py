@@ -117,12 +117,12 @@ class Gaussian(Kernel):
             return False
         from m3d.fused_mmd import mmd_fits
 
-        return mmd_fits(synthetic, real)
+        return mmd_fits(real, synthetic)
 
     def fused_mmd2(self, real: Tensor, synthetic: Tensor) -> Tensor:
         from m3d.fused_mmd import gaussian_mmd2
 
-        return gaussian_mmd2(synthetic, real, len(self.multiples), max(self.multiples), _LEAST_SPREAD)
+        return gaussian_mmd2(real, synthetic, len(self.multiples), max(self.multiples), _LEAST_SPREAD)
 
 
 class Polynomial(Kernel):

@@ -37,9 +37,9 @@ class Prepared:
         self.net: str = method.network if request["net"] is None else request["net"]
         self.ranks = Ranks.from_environment()
         begun = request.get("machine")
-        begun = begun if isinstance(begun, dict) else {}
-        self.begun_by = str(begun.get("command", ""))  # where a run is resumed
-        self.begun_with = begun.get("device_share", 1)  # the part of a device that it had then
+        begun = begun if isinstance(begun, dict) else {}  # where a run is resumed
+        self.begun_by, share = str(begun.get("command", "")), begun.get("device_share")
+        self.begun_with = share if isinstance(share, float) else 1.0  # the part of a device that it had then
         # Runs that were begun before there were such options have neither.
         self.shards = [
             Shard(classes, self.ranks, request.get("classes_at_once"))
@@ -137,8 +137,8 @@ class Prepared:
         }
         if self.begun_by and self.begun_by != manifest["command"]:
             manifest["begun_by"] = self.begun_by  # the command above continued it
-        if self.begun_with != 1:  # its seconds are of both sessions
-            manifest["device_share"] = min(self.begun_with, manifest.get("device_share", 1))
+        if self.begun_with < 1:  # its seconds are of both sessions
+            manifest["device_share"] = min(self.begun_with, manifest.get("device_share", 1.0))
         if self.ranks.world > 1:
             manifest["processes"] = self.ranks.world
         if len(self.shards) > 1:

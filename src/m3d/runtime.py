@@ -110,7 +110,7 @@ class Runtime:
 
     def describe(self) -> dict[str, Any]:
         """What a result record says of the machine."""
-        gpu = self.device.type == "cuda"
+        gpu, share = self.device.type == "cuda", device_share()
         return {
             "device": torch.cuda.get_device_name(self.device)
             if gpu
@@ -122,7 +122,7 @@ class Runtime:
             "m3d": __version__,
             "commit": commit(),
             "command": shlex.join([Path(sys.argv[0]).stem.replace("__main__", "m3d"), *sys.argv[1:]]),
-            **({} if device_share() == 1 else {"device_share": device_share()}),
+            **({"device_share": share} if share < 1 else {}),
         }
 
 

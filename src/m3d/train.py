@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -58,6 +58,11 @@ class Recipe:
         if self.schedule == "linear":
             return self.lr * (1 - epoch / self.epochs)
         return self.lr * self.gamma ** sum(epoch >= m for m in self.milestones)
+
+    def suited(self, *, mirror: bool, cutmix: bool) -> Recipe:
+        """The same without what would spoil the images: mirrors, where they change the class, and CutMix."""
+        augment = self.augment if mirror else self.augment.without("flip")
+        return replace(self, augment=augment, cutmix=self.cutmix if cutmix else 0.0)
 
     def record(self) -> dict[str, Any]:
         """Everything that decides what is trained, for cache keys; they are older than the schedule."""

@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -66,8 +66,7 @@ def trained_networks(
     cache is that of the first one, which alone reads and writes it.
     """
     ranks = ranks or Ranks()
-    if not data.mirror:
-        recipe = replace(recipe, augment=recipe.augment.without("flip"))
+    recipe = recipe.suited(mirror=data.mirror, cutmix=data.cutmix)
     net = FlatNet(make_net(spec, data.shape, data.classes), runtime.device)
     asked = {
         "data": data.train.fingerprint,

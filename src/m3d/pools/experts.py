@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -74,8 +74,7 @@ def train_experts(
         raise M3DError("experts are trained without momentum and at a constant rate; the recipe has one of them")
     if not net.spec:
         raise M3DError("experts are kept by their network's name; this one has none, make it by make_net")
-    if not data.mirror:
-        recipe = replace(recipe, augment=recipe.augment.without("flip"))
+    recipe = recipe.suited(mirror=data.mirror, cutmix=data.cutmix)
     asked = {
         "data": data.train.fingerprint,
         "mean": list(data.mean),
