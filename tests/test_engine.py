@@ -494,7 +494,13 @@ def test_records_say_what_part_of_a_device_a_run_had(monkeypatch):
 
 @pytest.mark.parametrize(
     ("method", "steps", "compiled"),
-    [("m3d", 6000, True), ("m3d", 5999, False), ("idc", 6000, False), ("idc", 20_000, True), ("dsa", 10**6, False)],
+    [
+        ("m3d", COMPILE_FROM, True),
+        ("m3d", COMPILE_FROM - 1, False),
+        ("idc", 19_999, False),
+        ("idc", 20_000, True),
+        ("dsa", 10**6, False),
+    ],
 )
 def test_a_step_is_compiled_where_that_pays(tiny, monkeypatch, method, steps, compiled):
     """Gradients of gradients take long to compile: more steps must gain by it, and DSA's do not."""
