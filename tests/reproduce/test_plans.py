@@ -14,7 +14,7 @@ from m3d.errors import M3DError
 from m3d.grid.cells import STEPS, Cell, Overrides, Source, cell_digest, set_digest
 from m3d.methods import METHODS, Task
 from m3d.reproduce.cells import FACTS, imagenet_epochs, select
-from m3d.reproduce.cost import EVALUATION_SECONDS, START_SECONDS, STEP_BYTES, estimate
+from m3d.reproduce.cost import EVALUATION_SECONDS, START_SECONDS, STEP_BYTES, STEP_SECONDS, estimate
 from m3d.reproduce.plans import ALIASES, PLANS, find
 
 NAMES = {
@@ -200,7 +200,7 @@ def test_estimates_are_the_measured_figures_and_grow_with_the_work():
         return Cell("k", "r", "c", (Source(data, ipc, **changes),))
 
     measured = estimate(cell(), Overrides())
-    expected = 10_000 * 1.5e-3 + START_SECONDS + EVALUATION_SECONDS
+    expected = 10_000 * STEP_SECONDS + START_SECONDS + EVALUATION_SECONDS
     assert measured.seconds == pytest.approx(expected, abs=10) and measured.memory == pytest.approx(STEP_BYTES, rel=0.3)
     for more in (cell(ipc=50), cell("cifar100"), cell("imagenet10", net="resnetap10"), cell(method="idc")):
         assert estimate(more, Overrides()).seconds > measured.seconds

@@ -15,8 +15,8 @@ number of steps is given, 20,000 being the least the published run can take, and
 shares of it (60, 80 and 90 %). Both loops are bounded (``outer_max``, ``inner_max``): the published ones may never end.
 Accuracies are the mean over classes; the public code adds a tenth of the previous accuracy to each. In ConvNets the
 last pooled map and the flattened feature are the same numbers, so they are one term of weight 2, the representation's
-in any network; all blocks but the last get 0.1, however many there are. Images and the noise they start from may leave
-[0, 1], as published (``bounded=true`` clamps them, at a cost: LAB.md).
+in any network; all blocks but the last get 0.1, however many there are. Images are clamped to [0, 1] after each step,
+and noise is clipped too (unless ``bounded=false``): at full size it changes nothing (LAB.md).
 
 All classes go through at once, and the maps of all real images of a step are held together: 0.7 MB for each with
 ConvNet-3 at 32×32 pixels, and a few times that while they are made.
@@ -53,7 +53,7 @@ def cafe(
     batch_real: int = 256,
     augment: str = "none",
     init: str = "noise",
-    bounded: bool = False,
+    bounded: bool = True,
 ) -> Method:
     """Match the mean maps of every layer, and let the synthetic features' class means classify the real ones."""
     operations = Augment.parse(augment)
@@ -103,7 +103,7 @@ def cafe_dsa(
     batch_real: int = 256,
     augment: str | None = None,
     init: str = "real",
-    bounded: bool = False,
+    bounded: bool = True,
 ) -> Method:
     """CAFE from real images with siamese augmentation."""
     if augment is None:

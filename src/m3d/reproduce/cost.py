@@ -1,8 +1,8 @@
 """How long a cell takes and how much memory, before it is run: a rule of three from a few measured figures.
 
-Measured on one H200 at CIFAR-10, IPC 10 (LAB.md): a step of M3D, 1.5 ms and 0.76 GiB, sends 128 real images of each of
+Measured on one H200 at CIFAR-10, IPC 10 (LAB.md): a step of M3D, 1.35 ms and 0.76 GiB, sends 128 real images of each of
 10 classes forward and 40 synthetic ones forward and back; the evaluation trains 10 networks for 1,000 epochs on 400
-images in 10 s. Everything is taken to grow with classes × images × pixels, where an image that is also sent back counts
+images in 9 s. Everything is taken to grow with classes × images × pixels, where an image that is also sent back counts
 three times. Memory is that of all classes at once; where it is short, a step takes fewer at a time. What has not been
 measured (other networks, methods that train networks between steps) is a guess, and marked so below; the time left that
 a run shows corrects itself by what its own cells took.
@@ -15,10 +15,10 @@ from typing import NamedTuple
 from m3d.grid.cells import WHOLE, Cell, Overrides, Source, set_name
 from m3d.reproduce.cells import FACTS, Facts
 
-STEP_SECONDS = 1.5e-3
+STEP_SECONDS = 1.35e-3
 STEP_BYTES = 0.76 * 2**30
-EVALUATION_SECONDS = 10.0
-START_SECONDS = 25.0  # data, compiling and recording, with a warm cache
+EVALUATION_SECONDS = 9.0
+START_SECONDS = 8.0  # data, libraries' choices and recording, with a warm cache
 _STEP_WORK = 10 * (128 + 3 * 40) * 32 * 32  # classes × images × pixels of the measured step
 _EVALUATION_WORK = 10 * 1000 * 400 * 32 * 32  # networks × epochs × images × pixels of the measured evaluation
 _LEAST = 0.2  # of a measured step or epoch: what small work takes however small it is
