@@ -265,3 +265,21 @@ def test_of_several_methods_each_takes_the_options_it_has(capsys, tiny_file, tmp
     assert code == 0 and [key.split("/")[2] for key in keys] == ["m3d:lr=1.0", "m3d:lr=2.0", "random"]
     code, _, err = call(capsys, *words, "--set", "larning=1", "--dry-run")
     assert code == 2 and "unknown option of m3d 'larning'" in err
+
+
+def test_a_setting_measured_under_another_default_is_told_and_made_again_when_asked(capsys, tiny_file, tmp_path):
+    grid = ["--ipc", 1, "--set", "steps=3", "--set", "batch_real=4", "--net", NET]
+    arguments = ["sweep", tiny_file, *grid, *QUICK, "--out", tmp_path / "out"]
+    assert call(capsys, *arguments)[0] == 0
+    file = tmp_path / "out" / "sweep.jsonl"
+    (record,) = lines(file)
+    record["condensation"][0]["options"] |= {"momentum": 0.9, "lr": None, "long_gone": 1}  # and what cannot be compared
+    file.write_text(json.dumps(record) + "\n")
+    code, out, err = call(capsys, *arguments)
+    told = f"m3d: {record['cell']} was made with momentum=0.9 (today 0.5); --again makes it anew\n"
+    assert code == 0 and err == told and "1 of 1 cells were finished before" in out
+    assert lines(file) == [record]  # it counts until someone decides otherwise
+    code, _, err = call(capsys, *arguments, "--again", "--json")
+    assert code == 0 and err == "" and lines(file)[0]["condensation"][0]["options"]["momentum"] == 0.5
+    code, _, err = call(capsys, *arguments, "--again", "--dry-run")
+    assert code == 2 and "--dry-run and --again: give one of them" in err

@@ -162,6 +162,11 @@ def option_names(method: str) -> set[str]:
     return set(METHODS.get(method).options())
 
 
+def settings_of(method: str, options: Mapping[str, Any], **task: Any) -> dict[str, object]:
+    """Every option of a method with its value for a task that is only described (:class:`m3d.methods.Task`)."""
+    return make_method(method, Task(**task), dict(options))[1]
+
+
 def prepare(request: Mapping[str, Any], data: Dataset) -> Prepared:
     """Check everything that can be checked before any long work."""
     ipc = request["ipc"]

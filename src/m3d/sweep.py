@@ -183,7 +183,7 @@ class Call:
     where: Where
     as_json: bool = False
 
-    def run(self, seconds: float | None, dry: bool) -> None:
+    def run(self, seconds: float | None, dry: bool, again: bool = False) -> None:
         """Check everything, make the missing cells, and print the ranking."""
         check_time_limit(seconds)
         from m3d.grid.work import Shelf
@@ -196,7 +196,7 @@ class Call:
             self._plan(cells, journal)
             return
         with self.where.hands(self.place.device, shelf) as hands:
-            self._make(cells, journal, seconds=seconds, hands=hands)
+            self._make(cells, journal, shelf, seconds=seconds, hands=hands, again=again)
 
     def _arithmetic(self) -> tuple[str, str]:
         """(device, precision) to check settings for: the driver of a cluster need not have its workers' device."""
@@ -218,10 +218,16 @@ class Call:
             typer.echo(f"{row['cell']}{'  finished' if row['finished'] else ''}")
         typer.echo(f"{sum(not row['finished'] for row in rows)} of {len(rows)} cells to run; measured on {self._on()}")
 
-    def _make(self, cells: dict[Setting, list[Cell]], journal: Journal, **settings: Any) -> None:
+    def _make(self, cells: dict[Setting, list[Cell]], journal: Journal, shelf: Shelf, **settings: Any) -> None:
+        from m3d import api
         from m3d.grid.runner import Job, run
 
-        job = Job(_seed_by_seed(cells), journal, self.place)
+        def todays(source: Source) -> dict[str, object]:
+            return api.check(
+                shelf.get(source.data, source.loading), source.ipc, source.method, **dict[str, Any](source.options)
+            )
+
+        job = Job(_seed_by_seed(cells), journal, self.place, settings=todays)
         telling = Telling(_headline, self.as_json, records=False)
         try:
             with telling.watched() as (listener, watch):

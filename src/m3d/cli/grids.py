@@ -132,6 +132,9 @@ def sweep(
     out: Annotated[Path, typer.Option(help="Folder for records and runs.")] = Path("results/sweep"),
     time_limit: TimeLimit = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything and print the cells; run none.")] = False,
+    again: Annotated[
+        bool, typer.Option("--again", help="Remove what was made of these cells and make them again.")
+    ] = False,
     data_root: DataRoot = None,
     size: Size = None,
     on_bad_image: OnBadImageElsewhere = None,
@@ -155,6 +158,8 @@ def sweep(
     load = load_options(val_fraction, final, size, on_bad_image, test_fraction)
     if dry_run and time_limit is not None:
         raise M3DError(f"--time-limit {time_limit}: nothing is run that could be stopped")
+    if dry_run and again:
+        raise M3DError("--dry-run and --again: give one of them")
     where = Where(on, gpus_per_cell, cpus_per_cell, retries)
     options = [(name, values(text)) for name, text in assignments(set_ or []).items()]
     grid = Sweep(
@@ -173,4 +178,4 @@ def sweep(
     from m3d.grid.work import Place
 
     place = Place(out, data_root, device, checkpoint_seconds)
-    Call(grid, place, where, as_json).run(time_limit, dry_run)
+    Call(grid, place, where, as_json).run(time_limit, dry_run, again)

@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 
 from m3d.errors import Interrupted, M3DError
 from m3d.grid.cells import Cell
+from m3d.grid.drift import Change, Settings, drift
 from m3d.grid.journal import Journal, Record, lock
 from m3d.grid.work import Measure, Place, Shelf, Watch, Workshop, forget
 from m3d.runtime import stop_politely, time_limit
@@ -25,6 +26,7 @@ class Listener:
     done: Callable[[Cell, Record], None] = lambda cell, record: None
     failed: Callable[[Cell, M3DError], None] = lambda cell, error: None
     again: Callable[[Cell, str], None] = lambda cell, reason: None  # a cell is tried again
+    outdated: Callable[[Cell, Sequence[Change]], None] = lambda cell, changes: None  # finished, under other defaults
     running: Callable[[Mapping[str, str]], None] = lambda states: None  # what the cells at work are at, by key
 
 
@@ -41,7 +43,8 @@ class Summary:
 class Job:
     """A grid to work through: its cells, where their records go, what is measured, and what they are thought to take.
 
-    Without ``cost`` all cells are thought to take as long as those before.
+    Without ``cost`` all cells are thought to take as long as those before; without ``settings`` every record counts as
+    made with today's.
     """
 
     cells: Sequence[Cell]
@@ -49,6 +52,7 @@ class Job:
     place: Place
     measures: Mapping[str, Measure] = field(default_factory=dict)
     cost: Cost | None = None
+    settings: Settings | None = None
 
 
 @dataclass(frozen=True)
@@ -151,6 +155,7 @@ def run(
             forget(job.cells, job.place.out, job.journal.overrides)
         todo = [cell for cell in job.cells if job.journal.of(cell) is None]
         summary.skipped = len(job.cells) - len(todo)
+        _tell_outdated(job, listener)
         left = list(todo)
 
         def begin(cell: Cell) -> None:
@@ -169,3 +174,13 @@ def run(
         if stopping.is_set() and summary.made + len(summary.failed) < len(todo):
             raise Interrupted(summary.made, "cells")
     return summary
+
+
+def _tell_outdated(job: Job, listener: Listener) -> None:
+    """Say which finished cells were made with other settings than their methods would take today."""
+    if job.settings is None:
+        return
+    for cell in job.cells:
+        record = job.journal.of(cell)
+        if record and (changes := drift(cell, record, job.journal.overrides, job.settings)):
+            listener.outdated(cell, changes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -12,6 +12,7 @@ import typer
 
 from m3d.errors import M3DError
 from m3d.grid.cells import Cell
+from m3d.grid.drift import Change
 from m3d.grid.journal import Record
 from m3d.terminal import duration, epoch_bar, progress_bar, status_line
 
@@ -44,7 +45,8 @@ class Telling:
         from m3d.grid.work import Watch
 
         with progress_bar(self.as_json) as bar, epoch_bar(self.as_json) as epochs, status_line(self.as_json) as status:
-            yield Listener(self._begin, self._done, self._failed, self._again, status), Watch(bar, epochs)
+            told = Listener(self._begin, self._done, self._failed, self._again, self._outdated, status)
+            yield told, Watch(bar, epochs)
 
     def _begin(self, number: int, of: int, cell: Cell, left: float | None) -> None:
         if not self.as_json:
@@ -62,3 +64,7 @@ class Telling:
 
     def _again(self, cell: Cell, reason: str) -> None:
         typer.echo("m3d: " + " ".join(f"{cell.key}: {reason}; tried again".split()), err=True)
+
+    def _outdated(self, cell: Cell, changes: Sequence[Change]) -> None:
+        was = ", ".join(map(str, changes))
+        typer.echo(f"m3d: {cell.key} was made with {was}; --again makes it anew", err=True)
