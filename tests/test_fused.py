@@ -9,11 +9,13 @@ pytest.importorskip("triton", reason="Triton is not installed (the dev extra has
 
 from m3d.augment import UNIFORMS, Augment, Parameters
 from m3d.fused_augment import augment
+from m3d.fused_mmd import _gram_of
 from m3d.kernels import Gaussian, Kernel, Linear, gaussian
 from m3d.methods import Task, make_method
 from m3d.nets import FlatNet, make_net
 from m3d.nets.fused_norm import norm_fits, norm_relu_pool
 from m3d.nets.fused_stem import stem, stem_fits
+from m3d.nets.grouped import conv_each
 from m3d.rng import Purpose
 from m3d.runtime import Runtime
 from m3d.step import Step
@@ -69,6 +71,21 @@ def test_stem(nets, n, channels, h, w, padding):
 
 
 @pytest.mark.parametrize(
+    ("nets", "n", "inputs", "outputs", "h", "w"), [(2, 3, 4, 6, 8, 8), (3, 1, 5, 5, 4, 6), (1, 2, 3, 2, 2, 2)]
+)
+def test_every_networks_own_convolution(nets, n, inputs, outputs, h, w):
+    """Value, and the gradients of images and weights, of weights that are rows of one buffer."""
+    x, flat = tensor(n, h, w, nets * inputs), tensor(nets, outputs * inputs * 9 + 7, seed=1)
+    weight = flat[:, 4:-3].view(nets, outputs, inputs, 3, 3)
+    images = x.unflatten(3, (nets, inputs))
+    each = [functional.conv2d(images[:, :, :, r].permute(0, 3, 1, 2), weight[r], padding=1) for r in range(nets)]
+    naive = torch.cat(each, dim=1).permute(0, 2, 3, 1)
+    agree(conv_each(x, weight), naive, (x, flat), tolerance=1e-6)
+    agree(conv_each(x, weight.detach()), naive, (x,), tolerance=1e-6)
+    agree(conv_each(x.detach(), weight), naive, (flat,), tolerance=1e-6)
+
+
+@pytest.mark.parametrize(
     "operations", ["color+crop+cutout", "flip+crop", "color", "flip+cutout", "color|crop|cutout|flip"]
 )
 @pytest.mark.parametrize(("channels", "h", "w"), [(3, 8, 8), (1, 7, 5), (3, 34, 40)])
@@ -117,6 +134,13 @@ def test_mmd2_of_gaussians(n, m, d, bands):
     agree(kernel.fused_mmd2(real, synthetic), double.float(), (synthetic,), tolerance=2e-5)
 
 
+@pytest.mark.parametrize(("groups", "many", "width"), [(2, 5, 7), (1, 33, 300), (3, 70, 1024), (1, 64, 2048)])
+def test_gram_matrices_in_tiles_and_parts(groups, many, width):
+    points = tensor(groups, many, width).detach()
+    gram, exact = _gram_of(points), points.double() @ points.double().mT
+    assert (gram - exact).norm() <= 1e-6 * exact.norm() and (gram - gram.mT).norm() <= 1e-6 * exact.norm()
+
+
 def test_mmd2_of_points_that_agree_is_nothing_and_pulls_nowhere():
     points = tensor(2, 6, 4, offset=1.0)
     value = Gaussian().fused_mmd2(points.detach(), points)
@@ -131,7 +155,12 @@ def test_differentiating_again_is_refused():
     synthetic, real = tensor(1, 3, 4), tensor(1, 5, 4, seed=1).detach()
     images = tensor(1, 2, 3, 8, 8)
     numbers = Augment.parse("color").parameters(torch.rand(1, UNIFORMS, device=DEVICE), (8, 8)).packed()
-    for value, of in ((Gaussian().fused_mmd2(real, synthetic), synthetic), (augment(images, numbers).square(), images)):
+    maps, weight = tensor(2, 4, 4, 6), tensor(2, 3, 3, 3, 3, seed=1)
+    for value, of in (
+        (Gaussian().fused_mmd2(real, synthetic), synthetic),
+        (augment(images, numbers).square(), images),
+        (conv_each(maps, weight).square(), maps),
+    ):
         (gradient,) = torch.autograd.grad(value.sum(), of, create_graph=True)
         with pytest.raises(RuntimeError):
             torch.autograd.grad(gradient.square().sum(), of)
@@ -227,9 +256,10 @@ norms = (fused_norm._norm_forward_tiled, fused_norm._norm_backward_tiled), {"Q":
 augmentation = fused_augment._augment_forward, fused_augment._augment_backward, fused_augment._augment_between
 sizes = {"CHANNELS": 3, "NUMBERS": 13, "B": 1024, "TILES": 2}
 mmd = (fused_mmd._discrepancy,), {"BANDS": 5, "R": 16, "B": 128, "TILES": 2}, ()
+gram = (fused_mmd._gram,), {"T": 32, "K": 32, "TILES": 6, "EACH": 512}, ()
 alone = augmentation, {**sizes, "group": 1}, ()  # an argument that is 1 becomes a constant
 one = mmd[0], {**mmd[1], "synthetic": 1}, ()
-for kernels, constants, half in (norms, (augmentation, sizes, ()), alone, mmd, one):
+for kernels, constants, half in (norms, (augmentation, sizes, ()), alone, mmd, one, gram):
     for kernel in kernels:
         signature = {}
         for name in kernel.arg_names:

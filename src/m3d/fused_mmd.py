@@ -1,9 +1,11 @@
-"""MMD² under a sum of Gaussians with its gradient, from one Gram matrix, in one Triton kernel.
+"""MMD² under a sum of Gaussians with its gradient, from one Gram matrix, in two Triton kernels.
 
 Written as PyTorch operations it is a hundred small ones on matrices of a few hundred rows, and each costs a launch.
-Here, with Z the points of both sides moved to their mean and G = ZZᵀ (a library product in float32), one kernel reads
-the distances D_ij = G_ii + G_jj − 2·G_ij, the bandwidth b (the mean of D over pairs of different points) and the
-kernel's values off G, adds up
+Here, with Z the points of both sides moved to their mean, one kernel makes G = ZZᵀ. The library gives one program a
+tile of G, however many features there are, which leaves most of a device idle; here several share them, and float32
+factors are split in three so that tensor cores lose nothing. The other kernel reads the distances
+D_ij = G_ii + G_jj − 2·G_ij, the bandwidth b (the mean of D over pairs of different points) and the kernel's values off
+G, adds up
 
     MMD² = Σ_ij w_ij · K(D_ij),    w = 1/n² (both synthetic), 1/m² (both real), −1/nm (one of each),
 
@@ -22,6 +24,34 @@ import triton.language as tl
 from torch import Tensor
 
 _ROWS, _COLUMNS = 16, 128  # of the Gram matrix that a program works on at a time
+_TILE, _DEPTH = 32, 32  # of the Gram matrix that a program makes, and how many features it takes at a time
+_PROGRAMS = 1024  # enough to keep a large device busy
+_LEAST_DEPTH = 128  # features that a program takes at least
+
+
+@triton.jit
+def _gram(
+    points_ptr, parts_ptr, points, width,
+    T: tl.constexpr, K: tl.constexpr, TILES: tl.constexpr, EACH: tl.constexpr,
+):  # fmt: skip
+    """One tile of one class's Gram matrix, and its mirror image, from EACH of the features."""
+    group = tl.program_id(0).to(tl.int64)
+    row, column = tl.program_id(1) // TILES, tl.program_id(1) % TILES
+    if row <= column:
+        i, j = row * T + tl.arange(0, T), column * T + tl.arange(0, T)
+        base = points_ptr + group * points * width
+        first = tl.program_id(2) * EACH
+        total = tl.zeros([T, T], tl.float32)
+        for start in range(0, EACH, K):
+            k = first + start + tl.arange(0, K)
+            here, there = (i < points)[:, None] & (k < width)[None, :], (j < points)[None, :] & (k < width)[:, None]
+            a = tl.load(base + i[:, None] * width + k[None, :], mask=here, other=0.0)
+            b = tl.load(base + j[None, :] * width + k[:, None], mask=there, other=0.0)
+            total += tl.dot(a, b, input_precision="tf32x3")
+        out = parts_ptr + (tl.program_id(2) * tl.num_programs(0) + group) * points * points
+        inside = (i < points)[:, None] & (j < points)[None, :]
+        tl.store(out + i[:, None] * points + j[None, :], total, mask=inside)
+        tl.store(out + j[None, :] * points + i[:, None], total, mask=inside & (row != column))
 
 
 @triton.jit
@@ -73,12 +103,26 @@ def _discrepancy(
     tl.store(value_ptr + group * tl.num_programs(1) + tl.program_id(1), tl.sum(value, axis=0))
 
 
+def _gram_of(points: Tensor) -> Tensor:
+    """[C, m, m] float32: all products of ``points`` [C, m, d], which are contiguous."""
+    groups, many, width = points.shape
+    tiles = triton.cdiv(many, _TILE)
+    split = max(1, min(_PROGRAMS // (groups * tiles * (tiles + 1) // 2), width // _LEAST_DEPTH))
+    each = triton.cdiv(triton.cdiv(width, split), _DEPTH) * _DEPTH
+    split = triton.cdiv(width, each)
+    parts = points.new_empty(split, groups, many, many)
+    _gram[(groups, tiles * tiles, split)](
+        points, parts, many, width, T=_TILE, K=_DEPTH, TILES=tiles, EACH=each, num_warps=4
+    )
+    return parts[0] if split == 1 else parts.sum(0)
+
+
 @torch.library.custom_op("m3d::gaussian_mmd2", mutates_args=())
 def _mmd_op(synthetic: Tensor, real: Tensor, bands: int, largest: float, least: float) -> tuple[Tensor, Tensor, Tensor]:
     points = torch.cat([synthetic, real], dim=1)
     centre = points.mean(1, keepdim=True)
     points -= centre
-    gram = points @ points.mT
+    gram = _gram_of(points)
     groups, n, many = len(points), synthetic.shape[1], points.shape[1]
     blocks = triton.cdiv(many, _ROWS)
     value, pull = points.new_empty(groups, blocks), points.new_empty(groups, n, many)

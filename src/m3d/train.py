@@ -178,7 +178,9 @@ class Trainer:
         ]
         gradients, known = (x[0] if len(x) == 1 else torch.cat(x) for x in zip(*groups, strict=True))
         with torch.no_grad():
-            gradient = (gradients / self.runtime.loss_scale).add(self.flat, alpha=self.recipe.weight_decay)
+            scale = self.runtime.loss_scale
+            gradient = gradients if scale == 1 else gradients / scale
+            gradient = gradient.add(self.flat, alpha=self.recipe.weight_decay)
             self.velocity.mul_(self.recipe.momentum).add_(gradient)
             self.flat.sub_(self.velocity * self.rate)
             if self.right is not None:

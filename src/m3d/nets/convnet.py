@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from m3d.errors import M3DError
 from m3d.nets.flat import Stackable
+from m3d.nets.grouped import conv_each
 from m3d.nets.norms import Affine, BatchNorm, batch_norm
 from m3d.nets.single import wide
 from m3d.types import Seen
@@ -116,12 +117,19 @@ class ConvNet(Stackable):
         gain, shift = p["norms.0.weight"], p["norms.0.bias"]
         x = stem(images.flatten(0, 1), p["convs.0.weight"], gain, shift, self.paddings[0], dtype)
         for k in range(1, last + 1):
-            weight = p[f"convs.{k}.weight"].flatten(0, 1).to(dtype)  # no bias: the norm would remove it
-            y = functional.conv2d(x.permute(0, 3, 1, 2), weight, padding=1, groups=nets).permute(0, 2, 3, 1)
+            y = _convolve_fused(x, p[f"convs.{k}.weight"])  # no bias: the norm would remove it
             gain, shift = (p[f"norms.{k}.{name}"].flatten() for name in ("weight", "bias"))
             x = norm_relu_pool(y, gain, shift, torch.float32 if k == last else dtype)
         features = x.unflatten(3, (nets, -1)).permute(3, 0, 4, 1, 2).flatten(2).float()
         return self._classify(p, features, ())
+
+
+def _convolve_fused(x: Tensor, weight: Tensor) -> Tensor:
+    """[n, h, w, R·o] of ``x`` [n, h, w, R·c] by ``weight`` [R, o, c, 3, 3], in the precision of ``x``."""
+    if len(weight) > 1:
+        return conv_each(x, weight)
+    y = functional.conv2d(x.permute(0, 3, 1, 2), weight[0].to(x.dtype), padding=1)
+    return y.permute(0, 2, 3, 1)
 
 
 def _likes_large_operations(x: Tensor) -> bool:

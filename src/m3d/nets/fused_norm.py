@@ -270,10 +270,11 @@ def _remember(
     ctx.save_for_backward(y, output[1], output[2], gain, shift)
 
 
-def _differentiate(ctx: Any, grad: Tensor, _mean: Tensor, _rstd: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+def _differentiate(ctx: Any, grad: Tensor, _mean: Tensor, _rstd: Tensor) -> tuple[Tensor | None, ...]:
     y, mean, rstd, gain, shift = ctx.saved_tensors
     dy, dgain, dshift = _norm_backward_op(grad, y, mean, rstd, gain, shift)
-    return dy, dgain.sum(0), dshift.sum(0), None
+    asked = ctx.needs_input_grad  # of frozen encoders nobody asks for the sums
+    return dy, dgain.sum(0) if asked[1] else None, dshift.sum(0) if asked[2] else None, None
 
 
 _norm_op.register_autograd(_differentiate, setup_context=_remember)
