@@ -164,7 +164,10 @@ def test_bad_augmentations_are_refused():
         Augment.parse("colour")
     with pytest.raises(M3DError, match="only one part"):
         Augment.parse("color|crop+flip|scale")
-    with pytest.raises(M3DError, match="both"):
+    for twice in ("color|color|crop", "crop+crop"):  # one of them would be drawn and do nothing
+        with pytest.raises(M3DError, match=f"'{twice.replace('|', '.').replace('+', '.')}'.*twice"):
+            Augment.parse(twice)
+    with pytest.raises(M3DError, match="flip stands there twice"):
         Augment(always=("flip",), one_of=("flip", "crop"))
 
 

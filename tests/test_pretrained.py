@@ -284,8 +284,8 @@ def test_the_result_is_the_mean_of_the_last_images(tiny):
         object.__setattr__(averaged.matching, "average_from", 0.75)
         net, seen = FlatNet(make_net(NET, tiny.shape, 3)), {}
 
-        def keep(pixels, step, seen=seen):
-            seen[step] = pixels
+        def keep(now, seen=seen):
+            seen[now.step] = now.pixels
             return 0.0
 
         last = condense(method, tiny, net, 2, 0, CPU, Watch(judge=keep, judge_every=1)).pixels

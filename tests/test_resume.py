@@ -134,9 +134,9 @@ def test_a_step_is_judged_once_whether_or_not_the_run_stops_there(tiny, tmp_path
     monkeypatch.setattr("m3d.engine._REPORT_SECONDS", 0.0)
     folder, asked, judged = RunFolder(tmp_path), [], []
 
-    def judge(pixels, step):
-        judged.append(step)
-        return float(-step)
+    def judge(now):
+        judged.append(now.step)
+        return float(-now.step)
 
     def stop(progress):
         if progress.step == 4 and not asked:

@@ -359,20 +359,20 @@ def test_the_best_set_keeps_the_rate_of_its_own_step(tiny, tmp_path):
     """The judge likes the first measurement best; the run is stopped and continued after it."""
     method = make_method("mtt", Task("tiny", tiny.shape, 3, 2), {**TINY, "steps": 4})[0]
     half = make_method("mtt", Task("tiny", tiny.shape, 3, 2), {**TINY, "steps": 2})[0]
-    outcome = condense(method, tiny, flat_net(), 2, 0, CPU, Watch(judge=lambda _, step: -step, judge_every=2))
+    outcome = condense(method, tiny, flat_net(), 2, 0, CPU, Watch(judge=lambda now: -now.step, judge_every=2))
     assert outcome.best[1] == 2 and outcome.best_learned == condense(half, tiny, flat_net(), 2, 0, CPU).learned
     assert outcome.best_learned != outcome.learned
     folder = RunFolder(tmp_path)
 
-    def judge(_, step):
-        if step == 4:
-            raise Interrupted(step)
-        return -step
+    def judge(now):
+        if now.step == 4:
+            raise Interrupted(now.step)
+        return -now.step
 
     with pytest.raises(Interrupted):
         condense(method, tiny, flat_net(), 2, 0, CPU, Watch(folder=folder, judge=judge, judge_every=2))
     resumed = condense(
-        method, tiny, flat_net(), 2, 0, CPU, Watch(folder=folder, judge=lambda _, step: -step, judge_every=2)
+        method, tiny, flat_net(), 2, 0, CPU, Watch(folder=folder, judge=lambda now: -now.step, judge_every=2)
     )
     assert resumed.best_learned == outcome.best_learned
 

@@ -65,6 +65,8 @@ def condense(
     if keep_every and out is None:
         raise M3DError(f"keep_every={keep_every} needs a folder to keep sets in: give out")
     _known("eval_options", eval_options or {}, ("net", "protocol", "repeats", "seed"))
+    if eval_options and not eval_every:
+        raise M3DError(f"eval_options={dict(eval_options)} without eval_every: nothing is evaluated on the way")
     _known("load_options", load_options or {}, _keywords(load_data))
     _no_data_options(method, options)
     request: dict[str, Any] = {

@@ -57,11 +57,16 @@ class Augment:
     one_of: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in (*self.always, *self.one_of):
+        for name in self._names:
             if name not in OPERATIONS:
                 raise unknown("augmentation", name, OPERATIONS)
-        if set(self.always) & set(self.one_of):
-            raise M3DError(f"augmentation: {set(self.always) & set(self.one_of)} stand both in always and in one_of")
+        twice = sorted({name for name in self._names if self._names.count(name) > 1})
+        if twice:
+            raise M3DError(f"augmentation '{self}': {', '.join(twice)} stands there twice; allowed: each once")
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        return (*self.always, *self.one_of)
 
     @classmethod
     def parse(cls, text: str) -> Augment:

@@ -25,6 +25,7 @@ from m3d.store import RunFolder
 log = logging.getLogger(__name__)
 _REPORT_SECONDS = 0.5
 _RECENT = 8  # steps whose mean loss tells whether a run diverges
+_NOTHING = 1e-5  # a loss below it is rounding: synthetic images that are all of a class begin at zero
 _SATURATED = 0.97  # share of pixels at the ends of their range that no image has by itself
 
 
@@ -56,11 +57,12 @@ class Watch:
     report: Callable[[Progress], None] | None = None
     folder: RunFolder | None = None
     checkpoint_seconds: float = 60.0
-    judge: Callable[[Tensor, int], float] | None = None  # (pixels, step) -> validation accuracy
+    judge: Callable[[Snapshot], float] | None = None  # validation accuracy of the images as they are
     judge_every: int = 0
     keep: Callable[[Snapshot], None] | None = None
     keep_every: int = 0
     keep_end: bool = False  # whether the last step is checkpointed too, so that a finished part need not be made again
+    pays_for_networks: bool = True  # whether the seconds include those of networks found in the cache
 
 
 @dataclass
@@ -126,7 +128,8 @@ class _Run:
         self.judged: list[tuple[int, float]] = []
         self.best: tuple[Tensor, int, float] | None = None
         self.best_learned: dict[str, float] = {}
-        self._earlier_seconds = state.pool.borrowed  # a checkpoint's count has them already
+        # What networks cost that another run trained; a checkpoint's count has it already.
+        self._earlier_seconds = state.pool.borrowed if watch.pays_for_networks else 0.0
         self.saturated_at_first = self._saturated()
         self._load()
         self._start = began  # choosing the first images counts
@@ -247,7 +250,7 @@ class _Run:
     def _check_course(self, block: Tensor) -> None:
         """Stop where the loss rises far above its first value, naming the class that rose most."""
         start, recent = self.losses[0], sum(self.losses[-_RECENT:]) / len(self.losses[-_RECENT:])
-        if recent > self.matching.diverged_at * max(start, 1e-12):
+        if recent > self.matching.diverged_at * max(start, _NOTHING):
             worst = int(block[-_RECENT:].mean(0).argmax())
             raise M3DError(
                 f"step {self.step}: the loss rose from {start:.3g} to {recent:.3g}, most in class "
@@ -278,36 +281,39 @@ class _Run:
         pixels = self.shard.whole(self.state.result(self.step)).to("cpu", copy=True)
         return pixels.clamp_(0, 1) if self.matching.bounded else pixels  # the way back from standardised ones rounds
 
+    def _snapshot(self) -> Snapshot:
+        return Snapshot(self._pixels(), self.step, self.seconds, self.state.learned_numbers())
+
     def _keep_if_due(self) -> None:
         """Hand the images of this step to who keeps them. After a kill a step may come twice, with the same images."""
         every, keep = self.watch.keep_every, self.watch.keep
         if keep is None or not every or self.step % every or self.step == self.matching.steps:
             return
-        pixels = self._pixels()
+        now = self._snapshot()
         if self.shard.ranks.leads:
-            keep(Snapshot(pixels, self.step, self.seconds, self.state.learned_numbers()))
+            keep(now)
 
     def _judge_if_due(self) -> None:
         every, judge = self.watch.judge_every, self.watch.judge
         done = bool(self.judged) and self.judged[-1][0] == self.step
         if judge is None or not every or self.step == 0 or self.step % every or done:
             return
-        pixels = self._pixels()
-        accuracy = self._verdict(judge, pixels)
+        now = self._snapshot()
+        accuracy = self._verdict(judge, now)
         if math.isnan(accuracy):  # the evaluation was asked to stop, and with it the run
             self._flush()
             self._save()
             raise Interrupted(self.step)
         self.judged.append((self.step, accuracy))
         if self.best is None or accuracy > self.best[2]:
-            self.best, self.best_learned = (pixels, self.step, accuracy), self.state.learned_numbers()
+            self.best, self.best_learned = (now.pixels, self.step, accuracy), now.learned
 
-    def _verdict(self, judge: Callable[[Tensor, int], float], pixels: Tensor) -> float:
+    def _verdict(self, judge: Callable[[Snapshot], float], now: Snapshot) -> float:
         """The first process's measurement, which all are told; NaN if it was interrupted."""
         accuracy = math.nan
         if self.shard.ranks.leads:
             with contextlib.suppress(Interrupted):
-                accuracy = judge(pixels, self.step)
+                accuracy = judge(now)
         return self.shard.ranks.told(accuracy)
 
     def _save_due(self) -> bool:

@@ -59,7 +59,7 @@ def paper(*, epochs: int = 1000, batch: int = 64) -> Protocol:
         epochs=epochs,
         batch=batch,
         lr=0.01,
-        milestones=(2 * epochs // 3, 5 * epochs // 6),
+        milestones=(max(1, 2 * epochs // 3), max(1, 5 * epochs // 6)),
         gamma=0.2,
         augment=Augment(always=("flip", "color"), one_of=("crop", "scale", "rotate")),
         cutmix=0.5,
@@ -127,7 +127,7 @@ def whole(*, epochs: int = 100, batch: int = 128) -> Protocol:
         epochs=epochs,
         batch=batch,
         lr=0.02,
-        milestones=(epochs // 2, 3 * epochs // 4),
+        milestones=(max(1, epochs // 2), max(1, 3 * epochs // 4)),
         gamma=0.2,
         augment=Augment(always=("flip",), one_of=("crop", "scale", "rotate", "color")),
     )

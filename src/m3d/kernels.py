@@ -6,6 +6,7 @@ kernel loops over classes. Kernels compose: ``Gaussian() + 0.5 * Linear()``, ``L
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,8 @@ from m3d.registry import Registry, parse_spec
 from m3d.version import HAS_TRITON
 
 _LEAST_SPREAD = 1e-4  # of a point's mean square; bandwidths of real features are about as large as that itself
+
+_MOST = 16  # bandwidths, or a degree: float32 holds no more of either
 
 KERNELS: Registry[Kernel] = Registry("kernel")
 
@@ -130,9 +133,9 @@ class Polynomial(Kernel):
 
     def __init__(self, degree: int = 2, offset: float = 1.0):
         super().__init__()
-        if degree < 1 or offset < 0:
+        if not (1 <= degree <= _MOST and 0 <= offset < math.inf):
             raise M3DError(
-                f"polynomial: degree={degree}, offset={offset} is not valid; allowed: degree ≥ 1, offset ≥ 0"
+                f"polynomial: degree={degree}, offset={offset} is not valid; allowed: degree 1 to {_MOST}, offset ≥ 0"
             )
         self.degree, self.offset = degree, offset
         # First step as long as the Gaussian's on CIFAR-10, where ⟨x, y⟩ is about 400: K' = degree · ⟨x, y⟩^(degree−1).
@@ -248,8 +251,10 @@ def mean_squared_distance(z: Tensor) -> Tensor:
 @KERNELS.register("gaussian")
 def gaussian(*, bandwidths: int = 5) -> Kernel:
     """Sum of five Gaussians around the mean squared distance; universal, the paper's default."""
-    if bandwidths < 1:
-        raise M3DError(f"gaussian: bandwidths={bandwidths} is not valid; allowed: 1 and more")
+    if not 1 <= bandwidths <= _MOST:
+        raise M3DError(
+            f"gaussian: bandwidths={bandwidths} is not valid; allowed: 1 to {_MOST}, each twice the one before"
+        )
     return Gaussian([2.0 ** (k - (bandwidths - 1) / 2) for k in range(bandwidths)])
 
 

@@ -39,6 +39,8 @@ class Descent:
             raise M3DError(f"lr={self.lr} is not valid; allowed: a positive number, at most 1e30")
         if not 0 <= self.momentum < 1:
             raise M3DError(f"momentum={self.momentum} is not valid; allowed: 0 up to, but not including, 1")
+        if not 0 < self.gamma <= 1:
+            raise M3DError(f"the learning rate times {self.gamma} is not valid; allowed: above 0, at most 1")
 
     def start(self, target: Tensor) -> LivePlayer:
         return _LiveDescent(self, target)

@@ -18,6 +18,7 @@ from m3d.engine import Outcome, Progress, Snapshot, Watch
 from m3d.engine import condense as run_engine
 from m3d.errors import M3DError
 from m3d.evaluation import evaluate as evaluate_set
+from m3d.evaluation import make_protocol
 from m3d.method import Method
 from m3d.methods import METHODS, Task, make_method
 from m3d.nets import make_net
@@ -86,7 +87,8 @@ class Prepared:
             report(replace(progress, step=done + progress.step, steps=parts * progress.steps))
 
         own = None if folder is None else folder.subtask(number, parts)
-        return Watch(None if report is None else counted, own, every, keep_end=True)
+        pays = number == 0  # the first one has trained the networks of all, or found them
+        return Watch(None if report is None else counted, own, every, keep_end=True, pays_for_networks=pays)
 
     def _keep_step(self, folder: RunFolder, now: Snapshot) -> None:
         """The set as it is in the middle of the run."""
@@ -104,11 +106,15 @@ class Prepared:
             result.save(folder / RunFolder.CONDENSED)
             folder.drop_checkpoints()
 
-    def _judge(self, pixels: Tensor, step: int) -> float:
+    @property
+    def judging(self) -> dict[str, Any]:
+        """How the set is evaluated in the middle of the run."""
+        return {"net": self.net, "protocol": "quick", "repeats": 3, **self.request["eval_options"]}
+
+    def _judge(self, now: Snapshot) -> float:
         """Validation accuracy of the set as it is now."""
-        settings = {"net": self.net, "protocol": "quick", "repeats": 3, **self.request["eval_options"]}
-        now = self._set(pixels, None, step)
-        return evaluate_set(now, self.data, split="val", runtime=self.runtime, **settings).mean
+        condensed = self._set(now.pixels, None, now.step, now.learned)
+        return evaluate_set(condensed, self.data, split="val", runtime=self.runtime, **self.judging).mean
 
     def _set(
         self, pixels: Tensor, outcome: Outcome | None, steps: int, learned: Mapping[str, float] | None = None
@@ -197,7 +203,19 @@ def prepare(request: Mapping[str, Any], data: Dataset) -> Prepared:
     prepared = Prepared(request, data, method, options, runtime)
     net = FlatNet(make_net(prepared.net, data.shape, data.classes))
     _require_separable(prepared, net)
+    _require_chunks(prepared, net)
+    if request["eval_every"]:
+        _check_judging(prepared.judging, data)
     return prepared
+
+
+def _check_judging(judging: Mapping[str, Any], data: Dataset) -> None:
+    """Refuse now what would end the run at its first evaluation."""
+    make_protocol(judging["protocol"])
+    make_net(judging["net"], data.shape, data.classes)
+    repeats = judging["repeats"]
+    if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
+        raise M3DError(f"eval_options: repeats={repeats!r} is not valid; allowed: a whole number, 1 and more")
 
 
 def _check_counts(request: Mapping[str, Any], data: Dataset) -> None:
@@ -209,6 +227,18 @@ def _check_counts(request: Mapping[str, Any], data: Dataset) -> None:
     for name, done in (("eval_every", "evaluated"), ("keep_every", "kept as a set")):
         if subtasks > 1 and request.get(name, 0):
             raise M3DError(f"{name}={request[name]} with subtasks={subtasks}: a part of the classes cannot be {done}")
+
+
+def _require_chunks(prepared: Prepared, net: FlatNet) -> None:
+    """Refuse to send fewer classes through at once where all must go together: it would save nothing."""
+    matching, at_once = prepared.method.matching, prepared.request.get("classes_at_once")
+    if matching is None or at_once is None or at_once >= prepared.data.classes:
+        return
+    if matching.objective.across_classes or net.mixes_images:
+        raise M3DError(
+            f"{prepared.request['method']} takes no classes_at_once={at_once}: {matching.bond(net)}, so that all go "
+            f"through at once"
+        )
 
 
 def _require_separable(prepared: Prepared, net: FlatNet) -> None:

@@ -13,7 +13,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
@@ -48,23 +48,16 @@ class Runtime:
         cls, device: str = "auto", precision: str = "auto", deterministic: bool = False, step_mode: str = "auto"
     ) -> Runtime:
         """Check the names and settle ``auto``: the GPU where there is one, bf16 there and fp32 on the CPU."""
-        for kind, name, allowed in (
-            ("device", device.split(":")[0], DEVICES),
-            ("precision", precision, PRECISIONS),
-            ("step mode", step_mode, STEP_MODES),
-        ):
+        for kind, name, allowed in (("precision", precision, PRECISIONS), ("step mode", step_mode, STEP_MODES)):
             if name not in allowed:
                 raise unknown(kind, name, allowed)
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        if device.startswith("cuda") and not torch.cuda.is_available():
-            raise M3DError("device 'cuda': PyTorch sees no CUDA device here; allowed: auto, cpu")
+        chosen = _device(device)
         if precision == "auto":
-            precision = "bf16" if device.startswith("cuda") else "fp32"
-        if precision in ("fp16", "tf32") and device == "cpu":
+            precision = "bf16" if chosen.type == "cuda" else "fp32"
+        if precision in ("fp16", "tf32") and chosen.type == "cpu":
             raise M3DError(f"precision {precision!r} is for CUDA only; allowed on the CPU: bf16, fp32")
         device_share()  # refused before any work
-        return cls(torch.device(device), precision, deterministic, step_mode)
+        return cls(chosen, precision, deterministic, step_mode)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -97,12 +90,16 @@ class Runtime:
             matmul.allow_tf32 = False  # the Gram matrix loses too much to TF32
             cudnn.deterministic, cudnn.benchmark = self.deterministic, not self.deterministic
             torch.use_deterministic_algorithms(self.deterministic)
-            with warnings.catch_warnings():
+            with self._current(), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")  # left off on purpose
                 yield
         finally:
             cudnn.allow_tf32, matmul.allow_tf32, cudnn.deterministic, cudnn.benchmark = before
             torch.use_deterministic_algorithms(strict)
+
+    def _current(self) -> AbstractContextManager[Any]:
+        """Streams, recordings and our own kernels belong to the current device, so this one must be it."""
+        return torch.cuda.device(self.device) if self.device.index is not None else nullcontext()
 
     def peak_memory(self) -> int:
         """Bytes of device memory in use at most so far; 0 on the CPU."""
@@ -124,6 +121,19 @@ class Runtime:
             "command": shlex.join([Path(sys.argv[0]).stem.replace("__main__", "m3d"), *sys.argv[1:]]),
             **({"device_share": share} if share < 1 else {}),
         }
+
+
+def _device(name: str) -> torch.device:
+    """The device called ``name``: auto, cpu, cuda, or one of several GPUs (cuda:1)."""
+    kind, colon, number = name.partition(":")
+    if kind not in DEVICES or (colon and (kind != "cuda" or not number.isdecimal())):
+        raise unknown("device", name, DEVICES)
+    gpu = torch.cuda.is_available()
+    if kind == "cuda" and not gpu:
+        raise M3DError(f"device {name!r}: PyTorch sees no CUDA device here; allowed: auto, cpu")
+    if colon and int(number) >= (many := torch.cuda.device_count()):
+        raise M3DError(f"device {name!r}: PyTorch sees {counted(many, 'CUDA devices')} here, the first is cuda:0")
+    return torch.device(("cuda" if gpu else "cpu") if kind == "auto" else name)
 
 
 def device_share() -> float:
@@ -189,7 +199,7 @@ class Repeated:
         gc.collect()
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, stream=_side_stream()):
+            with torch.cuda.graph(graph, stream=_side_stream(torch.cuda.current_device())):
                 self._function()
         except RuntimeError as error:  # ending a failed recording fails too, and would hide why
             if isinstance(error.__context__, torch.OutOfMemoryError):
@@ -199,7 +209,7 @@ class Repeated:
 
     def _on_side_stream(self) -> None:
         """Capturing needs a warmed-up side stream: what a library sets up on first use may not be recorded."""
-        stream = _side_stream()
+        stream = _side_stream(torch.cuda.current_device())
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             self._function()
@@ -207,9 +217,9 @@ class Repeated:
 
 
 @cache
-def _side_stream() -> torch.cuda.Stream:
+def _side_stream(device: int) -> torch.cuda.Stream:
     """One stream for every warm-up and every recording: libraries keep state by stream, and refuse a mixture."""
-    return torch.cuda.Stream()
+    return torch.cuda.Stream(device)
 
 
 def out_of_memory(error: RuntimeError) -> bool:

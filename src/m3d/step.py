@@ -177,20 +177,22 @@ class Step(nn.Module):
     def advance(self) -> None:
         """One step: loss, gradient, move, clamp. Nothing here waits for the host.
 
-        Classes go through in chunks that fit; their gradients do not overlap, so the sum over chunks is exact.
+        Classes go through in chunks that fit; their gradients do not overlap, so the sum over chunks is exact. Each
+        is as large as the whole set, so they are added up as they come.
         """
         draws = [self.lanes, *(pick(buffer, self.slot) for buffer in self._draws)]
         self.objective.draw(self.number)
-        losses, gradients = [], []
+        losses: list[Tensor] = []
+        gradients: tuple[Tensor, ...] = ()
         for part in zip(*(torch.split(d, self.chunk) for d in draws), strict=True):
-            losses.append(self._loss(*part))
-            gradients.append(torch.autograd.grad(losses[-1].sum() * self.runtime.loss_scale, self.learned))
-        loss = torch.cat(losses)
-        for player, parts in zip(self.players, zip(*gradients, strict=True), strict=True):
-            gradient = parts[0] if len(parts) == 1 else torch.stack(parts).sum(0)
+            loss = self._loss(*part)
+            found = torch.autograd.grad(loss.sum() * self.runtime.loss_scale, self.learned)
+            gradients = tuple(a.add_(b) for a, b in zip(gradients, found, strict=True)) if gradients else found
+            losses.append(loss.detach())
+        for player, gradient in zip(self.players, gradients, strict=True):
             player.step(gradient / self.runtime.loss_scale)
         self.synthetic.project_()
-        self.losses.index_copy_(0, self.slot, loss.detach().expand(len(self.lanes))[None])
+        self.losses.index_copy_(0, self.slot, torch.cat(losses).expand(len(self.lanes))[None])
         self.slot.add_(1)
         self.number.add_(1)
         self._average()

@@ -7,6 +7,7 @@ stay on the device (``m3d.batches`` makes batches of them); on CUDA a step of al
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
@@ -48,6 +49,8 @@ class Recipe:
     def __post_init__(self) -> None:
         if self.epochs < 1 or self.batch < 1:
             raise M3DError(f"epochs={self.epochs}, batch={self.batch} is not valid; allowed: 1 and more")
+        if not 0 < self.lr < math.inf:
+            raise M3DError(f"a learning rate of {self.lr} is not valid to train networks; allowed: a positive number")
         if not 0 <= self.cutmix <= 1:
             raise M3DError(f"cutmix={self.cutmix} is not valid; allowed: a probability from 0 to 1")
         if self.schedule == "linear" and self.milestones:

@@ -51,7 +51,7 @@ def default_recipe(epochs: int) -> Recipe:
         epochs=epochs,
         batch=256,
         lr=0.05,
-        milestones=(epochs // 2, 3 * epochs // 4),
+        milestones=(max(1, epochs // 2), max(1, 3 * epochs // 4)),
         gamma=0.2,
         augment=Augment.any_one(),
     )
@@ -75,6 +75,10 @@ def trained_networks(
         "repeats": repeats,
         "seed": seed,
         "precision": runtime.precision,
+        "deterministic": runtime.deterministic,
+        "device": runtime.device.type,
+        "mean": list(data.mean),
+        "std": list(data.std),
         **data.transform,
     }
     path = cache_folder() / f"{hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:24]}.safetensors"

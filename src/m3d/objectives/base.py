@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Generic, TypeVar, cast
 
@@ -49,6 +50,8 @@ class Objective(nn.Module, Generic[R]):
     def __mul__(self, weight: object) -> Objective[R]:
         if not isinstance(weight, int | float):
             raise M3DError(f"objective * {weight!r}: only a number can be a weight")
+        if not 0 <= weight < math.inf:  # a negative one would drive both sides apart
+            raise M3DError(f"a weight of {weight} is not valid; allowed: 0 and more")
         return Weighted([(float(weight), self)])
 
     __rmul__ = __mul__

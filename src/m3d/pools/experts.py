@@ -21,11 +21,11 @@ from torch import Tensor
 from m3d import rng
 from m3d.batches import Images
 from m3d.data.classes import Dataset
-from m3d.errors import M3DError
+from m3d.errors import Interrupted, M3DError
 from m3d.files import read_checked, read_row, write_checked
 from m3d.nets.flat import FlatNet
 from m3d.pools import LivePool, World
-from m3d.runtime import Runtime
+from m3d.runtime import Runtime, stop_politely
 from m3d.shards import Ranks
 from m3d.train import Recipe, Trainer
 from m3d.trained import cache_folder
@@ -140,13 +140,16 @@ def _train(
         write(0, start)
     mine, first = start[own.start : own.stop], max(1, recorded)
     trainer.load({"flat": mine, "velocity": torch.zeros_like(mine), "epoch": torch.tensor(first - 1)})
-    for epoch in range(first, len(files)):
-        with ranks.alike():
-            trainer.run(epoch)
-        flat = ranks.gathered(trainer.flat.detach(), len(group))
-        if not bool(torch.isfinite(flat).all()):
-            raise M3DError(f"an expert's weights are not finite after epoch {epoch}; try --precision fp32")
-        write(epoch, flat)
+    with stop_politely() as stopping:
+        for epoch in range(first, len(files)):
+            with ranks.alike():
+                trainer.run(epoch)
+            flat = ranks.gathered(trainer.flat.detach(), len(group))
+            if not bool(torch.isfinite(flat).all()):
+                raise M3DError(f"an expert's weights are not finite after epoch {epoch}; try --precision fp32")
+            write(epoch, flat)
+            if ranks.any(stopping.is_set()):  # all stop after the same epoch, which is kept
+                raise Interrupted(epoch, "epochs of training its experts")
 
 
 def _start(trainer: Trainer, group: range, recorded: list[Path], ranks: Ranks) -> Tensor:
