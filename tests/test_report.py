@@ -10,7 +10,7 @@ from PIL import Image
 
 from m3d.cli import main
 from m3d.errors import M3DError
-from m3d.report import COLUMNS, RANKING_COLUMNS, SHARED_COLUMNS, SOFT_COLUMNS, bar_chart, rows_of, table
+from m3d.report import COLUMNS, RANKING_COLUMNS, SHARED_COLUMNS, SOFT_COLUMNS, bar_chart, over_seeds, rows_of, table
 from m3d.store import RunFolder
 
 
@@ -37,6 +37,9 @@ def test_rows_hold_results_and_costs(runs):
         *SOFT_COLUMNS,
         *RANKING_COLUMNS,
         *SHARED_COLUMNS,
+        "seed",
+        "kept",
+        "options",
     }
     assert rows[0]["steps"] == 2 and rows[0]["seconds"] > 0 and rows[0]["n"] == 2 and rows[0]["memory"] is None
 
@@ -70,6 +73,65 @@ def test_every_format(runs, form):
         assert len({line.count("|") for line in text.splitlines()}) == 1
     if form == "latex":
         assert r"digits\_m3d" in text and text.count(r"\\") == 3
+
+
+def _row(**changed):
+    plain = dict.fromkeys((*COLUMNS, *SOFT_COLUMNS, *RANKING_COLUMNS, *SHARED_COLUMNS))
+    plain |= {"run": "a", "method": "m3d", "data": "digits", "ipc": 1, "protocol": "quick/2", "net": "convnet3", "n": 2}
+    plain |= {"last": (50.0, 1.0), "best": (51.0, 1.0), "seed": 0, "kept": "", "options": {"lr": 1.0}, "steps": 5}
+    return plain | changed
+
+
+def test_settings_over_their_seeds():
+    """The mean and spread of the seeds' means; other settings, and a setting with one seed, stand apart."""
+    rows = [
+        _row(seconds=4.0, memory=1.0),
+        _row(run="b", seed=1, last=(52.0, 3.0), best=(53.0, 0.1), seconds=6.0, memory=2.0, device_share=0.5),
+        _row(run="c", seed=1, options={"lr": 2.0}),
+        _row(run="d", method="dm"),
+        _row(run="e", seed=2, last=None, best=None, soft_last=(60.0, 1.0), soft_best=(60.0, 1.0)),
+    ]
+    first, *others = over_seeds(rows)
+    assert (first["run"], first["seed"], first["n"]) == ("2 seeds", "0, 1", "2 × 2")
+    assert first["last"] == (51.0, pytest.approx(2**0.5)) and first["best"] == (52.0, pytest.approx(2**0.5))
+    assert (first["seconds"], first["memory"], first["device_share"]) == (5.0, 2.0, 0.5)
+    assert [row["run"] for row in others] == ["c", "d", "e"]
+    # Two measurements of one seed's set count once; both networks are counted.
+    again = over_seeds([rows[0], _row(run="a", last=(54.0, 1.0)), rows[1]])[0]
+    assert again["last"] == (52.0, 0.0) and again["n"] == "3 × 2"
+    assert over_seeds([rows[0], _row(last=(54.0, 1.0))]) == [rows[0], _row(last=(54.0, 1.0))]
+    assert "seed" in table(rows) and "seed" not in table(rows[:1])
+    assert "51.00 ± 1.41" in table(over_seeds(rows)) and "2 × 2" in table(over_seeds(rows), "csv")
+
+
+def test_bars_say_what_tells_them_apart():
+    def labels(*rows):
+        return [text.get_text() for text in bar_chart(rows).axes[0].get_yticklabels()]
+
+    assert labels(_row(), _row(method="dm")) == ["m3d, IPC 1, convnet3, quick/2", "dm, IPC 1, convnet3, quick/2"]
+    assert labels(_row(), _row(seed=1, run="b"))[1] == "m3d, IPC 1, convnet3, quick/2, seed 1"
+    assert labels(_row(), _row(data="mnist"))[1] == "m3d, IPC 1, mnist, convnet3, quick/2"
+    assert labels(_row(), _row(run="b"))[1] == "m3d, IPC 1, convnet3, quick/2 (b)"
+    assert labels(_row(), _row(last=None, soft_last=(1.0, None)))[1].endswith("soft labels")
+
+
+def test_compare_over_seeds_from_the_command_line(runs, capsys):
+    import m3d
+    from m3d.evaluation import make_protocol
+
+    other = runs[0].with_name("digits_m3d_1")
+    options = {"steps": 2, "batch_real": 4, "seed": 1, "net": "convnet2:width=8", "out": other}
+    result = m3d.evaluate(
+        m3d.condense("digits", 1, **options),
+        net="convnet2:width=8",
+        protocol=make_protocol("quick", epochs=2),
+        repeats=2,
+    )
+    RunFolder(other).add_result(result.as_record())
+    with pytest.raises(SystemExit) as stop:
+        main(["compare", *map(str, runs), str(other), "--over-seeds"])
+    out = capsys.readouterr().out
+    assert stop.value.code == 0 and "2 seeds" in out and "2 × 2" in out and len(out.splitlines()) == 3
 
 
 def test_chart(runs, tmp_path):

@@ -1,12 +1,14 @@
-"""Runs side by side: one row per result record, as text, CSV, Markdown or LaTeX, and as a bar chart."""
+"""Runs side by side: one row per result record, or per setting over its seeds, as a table and as a bar chart."""
 
 from __future__ import annotations
 
 import csv
 import io
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -21,7 +23,10 @@ COLUMNS = ("run", "method", "data", "ipc", "protocol", "net", "last", "best", "n
 # Shown only where some result has them. What was reached with soft labels never stands under ``last`` and ``best``.
 SOFT_COLUMNS = ("soft_last", "soft_best", "pixel_bytes", "label_bytes")
 RANKING_COLUMNS = ("lrs", "ars")
+SEED_COLUMNS = ("seed",)  # of the condensation
 SHARED_COLUMNS = ("device_share",)  # the part of a device that a run had: its seconds are an upper bound
+# What rows of one setting agree in, whatever their seeds; a JSON row has the last two as well.
+_SETTING = ("method", "data", "ipc", "protocol", "net", "steps", "kept", "options")
 FORMATS = ("text", "csv", "markdown", "latex")
 _PAIRS = {"last": "last_sd", "best": "best_sd", "soft_last": "soft_last_sd", "soft_best": "soft_best_sd"}
 _PAIRS |= {"lrs": "lrs_error", "ars": "ars_error"}  # a value and its spread, two columns of a CSV
@@ -82,6 +87,7 @@ def _row(name: str, record: Mapping[str, Any], condensed: CondensedSet | None) -
         "method": record["method"],
         "data": record["data"]["name"],
         "ipc": record["ipc"],
+        "seed": manifest.get("seed"),
         "protocol": _rules(record),
         "net": record["net"],
         "last": None if soft else last,
@@ -97,14 +103,58 @@ def _row(name: str, record: Mapping[str, Any], condensed: CondensedSet | None) -
         "label_bytes": storage.get("labels"),
         "lrs": (ranking["lrs"], ranking["lrs_error"]) if ranking else None,
         "ars": (ranking["ars"], ranking["ars_error"]) if ranking else None,
+        "kept": record.get("kept_as", ""),
+        "options": dict(manifest.get("options") or {}),
     }
+
+
+def over_seeds(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row per setting: means over its seeds, and ± of the seeds' means instead of one set's networks.
+
+    A setting with one seed stays as it is. What was measured twice on one seed's set counts as their mean.
+    """
+    settings: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        key = json.dumps([[row[name] for name in _SETTING], row["last"] is None], sort_keys=True, default=str)
+        settings.setdefault(key, []).append(row)
+    return [row for alike in settings.values() for row in _over_seeds(alike)]
+
+
+def _over_seeds(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of one setting as one, if they are of several seeds."""
+    by_seed: dict[Any, list[dict[str, Any]]] = {}
+    for row in rows:
+        by_seed.setdefault(row["seed"], []).append(row)
+    if len(by_seed) < 2:
+        return rows
+    joined = dict(rows[0])
+    for name in _PAIRS:
+        if all(row[name] is not None for row in rows):
+            means = [fmean(row[name][0] for row in alike) for alike in by_seed.values()]
+            joined[name] = (fmean(means), stdev(means))
+    known = {
+        name: [row[name] for row in rows if row[name] is not None] for name in ("seconds", "memory", "device_share")
+    }
+    each = {row["n"] for row in rows}
+    return [
+        joined
+        | {
+            "run": f"{len(by_seed)} seeds",
+            "seed": ", ".join(map(str, by_seed)),
+            "n": f"{len(rows)} × {each.pop()}" if len(each) == 1 else sum(row["n"] for row in rows),
+            "seconds": fmean(known["seconds"]) if known["seconds"] else None,
+            "memory": max(known["memory"], default=None),
+            "device_share": min(known["device_share"], default=None),
+        }
+    ]
 
 
 def columns_of(rows: Sequence[dict[str, Any]]) -> tuple[str, ...]:
     """What a table of these rows shows."""
     soft = SOFT_COLUMNS if any(row["soft_last"] is not None for row in rows) else ()
     shared = SHARED_COLUMNS if any(row["device_share"] is not None for row in rows) else ()
-    return (*COLUMNS, *shared, *soft, *(RANKING_COLUMNS if any(row["lrs"] is not None for row in rows) else ()))
+    seeds = SEED_COLUMNS if len({row["seed"] for row in rows}) > 1 else ()
+    return (*COLUMNS, *seeds, *shared, *soft, *(RANKING_COLUMNS if any(row["lrs"] is not None for row in rows) else ()))
 
 
 def _seconds(manifest: Mapping[str, Any], soft: bool) -> float | None:
@@ -180,11 +230,31 @@ def bar_chart(rows: Sequence[dict[str, Any]]) -> Figure:
     axes.barh(places, means, xerr=deviations, color=colours, height=0.6, error_kw={"elinewidth": 1, "capsize": 2})
     for place, mean, deviation in zip(places, means, deviations, strict=True):
         axes.text(mean + deviation + 0.8, place, f"{mean:.1f}", va="center", fontsize=8)
-    names = [f"{r['method']}, IPC {r['ipc']}, {r['net']}, {r['protocol']}" for r in rows]
-    kinds = ["" if row["last"] else ", soft labels" for row in rows]
-    axes.set_yticks(places, [name + kind for name, kind in zip(names, kinds, strict=True)], fontsize=8)
+    axes.set_yticks(places, _labels(rows), fontsize=8)
     axes.invert_yaxis()
     axes.set_xlim(0, min(108, max(m + d for m, d in zip(means, deviations, strict=True)) * 1.12 + 2))
     axes.set_xlabel("accuracy after the last epoch, %")
     axes.spines[["top", "right"]].set_visible(False)
     return figure
+
+
+def _labels(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """What each bar is of: what tells it from the others is named, the run's name only where nothing else does."""
+    several = {name: len({str(row[name]) for row in rows}) > 1 for name in ("data", "seed")}
+
+    def label(row: Mapping[str, Any]) -> str:
+        parts = [
+            row["method"],
+            f"IPC {row['ipc']}",
+            row["data"] if several["data"] else "",
+            row["net"],
+            row["protocol"],
+        ]
+        parts.append(f"seed {row['seed']}" if several["seed"] and isinstance(row["seed"], int) else "")
+        parts.append("" if row["last"] else "soft labels")
+        return ", ".join(filter(None, parts))
+
+    labels = [label(row) for row in rows]
+    return [
+        f"{text} ({row['run']})" if labels.count(text) > 1 else text for text, row in zip(labels, rows, strict=True)
+    ]

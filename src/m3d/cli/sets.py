@@ -78,21 +78,25 @@ def _named(what: str, run: Path) -> str:
         "m3d compare runs/cifar10-m3d runs/cifar10-dm runs/cifar10-random",
         "m3d compare runs/* --form markdown",
         "m3d compare runs/* --chart methods.png",
+        "m3d compare runs/*-seed? --over-seeds",
     )
 )
 def compare(
     runs: Annotated[list[Path], typer.Argument(help="Run folders that have been evaluated.")],
     form: Annotated[str, typer.Option(help="text, csv, markdown or latex.")] = "text",
     chart: Annotated[Path | None, typer.Option(help="Also draw a bar chart (.png, .svg or .pdf).")] = None,
+    seeds: Annotated[
+        bool, typer.Option("--over-seeds", help="One row per setting: mean and sd over condensation seeds.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Put the results of several runs into one table."""
     from m3d.pictures import picture_format, save_figure
-    from m3d.report import bar_chart, rows_of, table
+    from m3d.report import bar_chart, over_seeds, rows_of, table
 
     if chart is not None:
         picture_format(chart)
-    rows = rows_of(runs)
+    rows = over_seeds(rows_of(runs)) if seeds else rows_of(runs)
     text = json.dumps(rows) if as_json else table(rows, form).rstrip("\n")
     if chart is not None:
         save_figure(bar_chart(rows), chart)
