@@ -97,7 +97,7 @@ def test_a_stopped_evaluation_goes_on_as_if_never_stopped(tiny, condensed, tmp_p
     assert len(other.last) == 1
     seen = []
     resumed = evaluate(condensed, tiny, folder=folder, report=lambda e, n: seen.append(e), **settings)
-    assert seen == [30, 40]  # the first half was not trained again
+    assert seen == list(range(21, 41))  # the first half was not trained again
     assert resumed.last == whole.last and resumed.best == whole.best and resumed.checks == whole.checks
     assert not list(tmp_path.glob("evaluation-*"))
 

@@ -160,7 +160,7 @@ def test_a_stopped_ranking_makes_nothing_twice(condensed, tiny, tmp_path, monkey
 
     def stop(epoch, epochs_of_this):
         epochs.append(epoch)
-        if len(epochs) == 10:  # the set has 4 checks, each random selection 4: in the second selection
+        if len(epochs) == 15:  # the set has 6 epochs, each random selection 6: in the second selection
             signal.raise_signal(signal.SIGTERM)
 
     with pytest.raises(Interrupted):
@@ -169,7 +169,7 @@ def test_a_stopped_ranking_makes_nothing_twice(condensed, tiny, tmp_path, monkey
     assert len(list(tmp_path.glob("evaluation-*.safetensors"))) == 1
     trained = []
     resumed = rank(condensed, tiny, report=lambda e, n: trained.append(e), folder=folder, **settings)
-    assert len(trained) == 2 + 4 * 3 + 2  # the rest of that selection, three plain sets, the whole data's two checks
+    assert len(trained) == 3 + 6 * 3 + 2  # the rest of that selection, three plain sets, the whole data's two epochs
     assert {n: a.last for n, a in resumed.arms.items()} == {n: a.last for n, a in whole.arms.items()}
     assert resumed.lrs == whole.lrs and resumed.ars == whole.ars
     assert list(tmp_path.iterdir()) == []

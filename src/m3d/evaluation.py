@@ -213,6 +213,7 @@ def evaluate(
     """Train ``repeats`` fresh networks on the condensed set and measure them on ``data``'s test (or val) split.
 
     With ``folder`` a long evaluation is checkpointed there, and goes on from its checkpoint when asked for again.
+    ``report`` is called after every epoch with its number and how many there will be.
     """
     condensed.require(data.class_names, data.shape, data.name)
     pixels, labels = condensed.decoded()
@@ -306,8 +307,8 @@ def _train_and_test(
                 trainer.run(trainer.epoch + 1)
                 if trainer.epoch in protocol.checks:
                     measured[trainer.epoch] = trainer.accuracy(test).cpu()  # [R]
-                    if settings.report is not None:
-                        settings.report(trainer.epoch, recipe.epochs)
+                if settings.report is not None:
+                    settings.report(trainer.epoch, recipe.epochs)
                 saver.tend(trainer, measured, earlier + time.perf_counter() - began, stopping.is_set())
         saver.finish()
     values = torch.stack([measured[epoch] for epoch in protocol.checks])

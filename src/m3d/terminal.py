@@ -5,16 +5,17 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import typer
 
 from m3d.errors import M3DError
 from m3d.wording import with_sd
 
 if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress as Bar
+
     from m3d.engine import Progress
 
 
@@ -25,15 +26,38 @@ def progress_bar(quiet: bool) -> Iterator[Callable[[Progress], None] | None]:
         yield None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bar
 
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]:.4g}"))
-    timing = (TextColumn("{task.fields[rate]:.1f} steps/s"), TimeRemainingColumn())
-    with Bar(*columns, *timing, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=None, loss=float("nan"), rate=0.0)
-        with _said(bar.console.print):
-            yield lambda p: bar.update(task, completed=p.step, total=p.steps, loss=p.loss, rate=p.rate)
+    console = Console(stderr=True)
+    fields = ("loss {task.fields[loss]:.4g}", "{task.fields[rate]:.1f} steps/s")
+    with closing(_Bar(console, *fields)) as bar, _said(console.print):
+        yield lambda p: bar.show(p.step, p.steps, loss=p.loss, rate=p.rate)
+
+
+class _Bar:
+    """A bar that appears with the first thing it is told and goes when the work is done: one after another, of
+    condensing and of training, may stand on a terminal, but not two at a time."""
+
+    def __init__(self, console: Console, *fields: str):
+        self._console, self._fields = console, fields
+        self._bar: Bar | None = None
+
+    def show(self, done: int, total: int, **told: Any) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as NewBar
+
+        if self._bar is None:
+            columns = (BarColumn(), MofNCompleteColumn(), *map(TextColumn, self._fields), TimeRemainingColumn())
+            self._bar = NewBar(*columns, console=self._console, transient=True)
+            self._bar.add_task("", total=total, **told)
+            self._bar.start()
+        self._bar.update(self._bar.task_ids[0], completed=done, total=total, **told)
+        if done >= total:
+            self.close()
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
 
 
 @contextmanager
@@ -97,10 +121,14 @@ def ranking_lines(ranking: dict[str, Any]) -> list[str]:
 
 @contextmanager
 def epoch_bar(quiet: bool) -> Iterator[Callable[[int, int], None] | None]:
+    """A bar with the time left while networks are trained; nothing where nobody watches."""
     if quiet or not sys.stderr.isatty():
         yield None
         return
-    yield lambda epoch, epochs: typer.echo(f"epoch {epoch} of {epochs}", err=True)
+    from rich.console import Console
+
+    with closing(_Bar(Console(stderr=True), "epochs")) as bar:
+        yield bar.show
 
 
 def decode_bar(quiet: bool) -> Callable[[int, int], None] | None:
@@ -125,8 +153,16 @@ def status_line(quiet: bool) -> Iterator[Callable[[Mapping[str, str]], None]]:
     from rich.console import Console
     from rich.markup import escape
 
-    with Console(stderr=True).status("") as line:
-        yield lambda states: line.update(escape("; ".join(f"{k}: {v}" for k, v in states.items()) or "workers start"))
+    line = Console(stderr=True).status("")
+
+    def show(states: Mapping[str, str]) -> None:
+        line.update(escape("; ".join(f"{k}: {v}" for k, v in states.items()) or "workers start"))
+        line.start()  # with the first news: where cells are made here, bars tell of them
+
+    try:
+        yield show
+    finally:
+        line.stop()
 
 
 def duration(seconds: float) -> str:

@@ -1,0 +1,72 @@
+"""What a terminal shows: one bar at a time, which is gone when its work is done."""
+
+import io
+import re
+import sys
+
+from rich.console import Console
+
+from m3d.engine import Progress
+from m3d.terminal import _Bar, epoch_bar, progress_bar, status_line
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def terminal(monkeypatch) -> Terminal:
+    """In place of the one that is captured, from within a test."""
+    made = Terminal()
+    monkeypatch.setattr(sys, "stderr", made)
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("TERM", "xterm")
+    return made
+
+
+def plain(text: str) -> str:
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+
+
+def test_a_bar_comes_with_the_first_news_and_goes_with_the_last():
+    console = Console(file=io.StringIO(), force_terminal=True, width=100)
+    bar = _Bar(console, "epochs")
+    assert bar._bar is None
+    bar.show(1, 3)
+    assert bar._bar is not None
+    bar.show(3, 3)
+    assert bar._bar is None
+    bar.show(1, 2)  # the next network's training
+    bar.close()
+    bar.close()
+    text = plain(console.file.getvalue())
+    assert "3/3 epochs" in text and "1/2 epochs" in text
+
+
+def test_condensing_and_training_after_each_other(monkeypatch):
+    shown = terminal(monkeypatch)
+    with progress_bar(quiet=False) as steps, epoch_bar(quiet=False) as epochs, status_line(quiet=False):
+        for _ in range(2):
+            steps(Progress(4, 4, 0.5, 1.0, 2.0, None))
+            epochs(7, 7)
+    text = plain(shown.getvalue())
+    assert "4/4 loss 0.5 2.0 steps/s" in text and "7/7 epochs" in text
+
+
+def test_workers_are_told_of_when_there_are_some(monkeypatch):
+    shown = terminal(monkeypatch)
+    with status_line(quiet=False) as show:
+        assert not shown.getvalue()
+        show({"cifar10/1/m3d": "epoch 3 of 9"})
+    assert "cifar10/1/m3d: epoch 3 of 9" in plain(shown.getvalue())
+
+
+def test_nobody_watches(monkeypatch, capsys):
+    for bar in (progress_bar, epoch_bar):
+        with bar(quiet=True) as report:
+            assert report is None
+        with bar(quiet=False) as report:  # no terminal here
+            assert report is None
+    with status_line(quiet=False) as show:
+        show({"a": "b"})
+    assert capsys.readouterr().err == ""
