@@ -58,3 +58,61 @@ def test_judging_by_another_network(tmp_path):
     how = {"net": "convnet1:width=2", "protocol": "quick:epochs=1", "repeats": 1}
     made = m3d.condense(data, 1, out=tmp_path / "run", eval_options=how, **settings)
     assert len(made.manifest["validation"]) == 1
+
+
+def test_an_evaluation_is_written_down_where_compare_finds_it(tmp_path):
+    from m3d.report import rows_of
+    from m3d.store import RunFolder
+
+    net, run = "convnet2:width=8", tmp_path / "run"
+    made = m3d.condense("digits", 1, "random", net=net, out=run, device="cpu")
+    quick = {"net": net, "protocol": "quick", "epochs": 2, "batch": 5, "repeats": 1, "device": "cpu"}
+    result = m3d.evaluate(run, keep=True, **quick)
+    assert (result.record["protocol"]["epochs"], result.record["protocol"]["batch"]) == (2, 5)
+    assert (
+        RunFolder(run).results()[0]["last"]
+        == result.as_record()["last"]
+        == m3d.evaluate(made, **quick).as_record()["last"]
+    )
+    assert rows_of([run])[0]["protocol"] == "quick/2, batch 5"
+    m3d.evaluate(run / "condensed.safetensors", keep=True, **quick)
+    assert len(RunFolder(run).results()) == 2  # m3d.evaluate(made) wrote nothing
+    with pytest.raises(M3DError, match="keep=True needs the folder of a run"):
+        m3d.evaluate(made, keep=True, **quick)
+    made.save(tmp_path / "alone.safetensors")
+    with pytest.raises(M3DError, match=r"keep=True: '.*alone\.safetensors' lies in no run folder"):
+        m3d.evaluate(tmp_path / "alone.safetensors", keep=True, **quick)
+    with pytest.raises(M3DError, match="beside a protocol that has its own"):
+        m3d.evaluate(made, net=net, protocol=m3d.evaluation.make_protocol("quick"), epochs=3)
+
+
+def test_what_networks_cost_does_not_depend_on_the_cache(monkeypatch, tmp_path):
+    """Herding asks for a trained network: found in the cache, its seconds count as they did the first time."""
+    from m3d import trained
+
+    options = {"net": "convnet2:width=8", "network": "convnet2:width=8", "device": "cpu"}
+    first = m3d.condense("digits", 1, "herding", **options).manifest["seconds"]
+    asked = []
+    original = trained._read
+    monkeypatch.setattr(trained, "_read", lambda *a: asked.append(found := original(*a)) or (found[0], 1000.0))
+    again = m3d.condense("digits", 2, "herding", **options).manifest["seconds"]
+    assert asked and asked[0][1] <= first and 1000 < again < 1000 + 10 * first + 60
+
+
+def test_a_stopped_run_says_how_it_goes_on(tmp_path):
+    import signal
+
+    from m3d.errors import Interrupted
+
+    pressed = []
+
+    def press(progress):
+        if not pressed:
+            pressed.append(progress.step)
+            signal.raise_signal(signal.SIGINT)
+
+    options = {"net": "convnet2:width=8", "steps": 500, "batch_real": 4, "device": "cpu"}
+    with pytest.raises(Interrupted):
+        m3d.condense("digits", 1, out=tmp_path / "run", report=press, **options)
+    with pytest.raises(M3DError, match=r"run' is not finished; go on with: m3d condense --resume .*run$"):
+        m3d.evaluate(tmp_path / "run")

@@ -72,7 +72,7 @@ def test_mistakes_get_one_line(capsys, tmp_path, monkeypatch, arguments, message
 def test_mistakes_about_a_finished_run(capsys, finished, tmp_path):
     assert "unknown protocol" in fails(capsys, "evaluate", finished, "--protocol", "papers")
     assert "repeats=0" in fails(capsys, "evaluate", finished, "--repeats", 0)
-    assert "split 'val' is not there" in fails(capsys, "evaluate", finished, "--split", "val")
+    assert "split 'val': no part of digits was held out" in fails(capsys, "evaluate", finished, "--split", "val")
     assert "allowed endings" in fails(capsys, "show", finished, "--out", tmp_path / "x.gif")
     assert "unknown export format" in fails(capsys, "export", finished, "--to", "jpg")
     assert "allowed are 1" in fails(capsys, "show", finished, "--most", 0)

@@ -143,7 +143,7 @@ def test_a_torn_evaluation_falls_back_to_the_checkpoint_before(tiny, tmp_path, c
     newest.write_bytes(newest.read_bytes()[:-5])
     seen = []
     again = evaluate(made, tiny, folder=RunFolder(tmp_path), report=lambda e, n: seen.append(e), **settings)
-    assert seen == [6, 8] and "going on from" in caplog.text and ".previous." in previous.name
+    assert seen == [5, 6, 7, 8] and "going on from" in caplog.text and ".previous." in previous.name
     assert (again.last, again.best, again.checks) == (whole.last, whole.best, whole.checks)
     assert not list(tmp_path.iterdir())
 

@@ -59,7 +59,7 @@ def test_whole_data_and_splits(tiny):
         held, net=NET, protocol=make_protocol("whole", epochs=8), repeats=1, split="val", runtime=CPU
     )
     assert result.record["method"] == "whole" and result.record["data"]["split"] == "val"
-    with pytest.raises(M3DError, match="split 'val' is not there"):
+    with pytest.raises(M3DError, match="split 'val': no part of tiny was held out"):
         evaluate_whole(tiny, net=NET, protocol=make_protocol("whole", epochs=1), repeats=1, split="val", runtime=CPU)
 
 

@@ -50,6 +50,8 @@ def test_class_names_become_safe_folder_names(condensed, tmp_path):
     path = export(strange, "imagefolder", tmp_path / "out")
     folders = sorted(p.name for p in path.iterdir() if p.is_dir())
     assert len(folders) == 10 and {"a_b_0", "a_b_1", "ok"} <= set(folders)
+    told = json.loads((path / "manifest.json").read_text())
+    assert told["class_names"] == names and sorted(told["folders"]) == folders and told["folders"][4] == "ok"
     assert all(p.resolve().is_relative_to(path.resolve()) for p in path.rglob("*"))
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from m3d.data import Dataset, load_data
 from m3d.engine import Progress
 from m3d.errors import M3DError, unknown
-from m3d.evaluation import Result
+from m3d.evaluation import Protocol, Result, make_protocol
 from m3d.evaluation import evaluate as evaluate_set
 from m3d.origin import load_source
 from m3d.prepare import option_names, prepare
@@ -22,7 +22,7 @@ from m3d.registry import canonical
 from m3d.requests import checked_request, load_recipe
 from m3d.runtime import Runtime
 from m3d.shards import Ranks
-from m3d.store import CondensedSet, RunFolder
+from m3d.store import CondensedSet, RunFolder, home_of
 from m3d.teachers import Teachers
 from m3d.teachers import relabel as relabel_set
 
@@ -157,20 +157,38 @@ def evaluate(
     run: str | Path | CondensedSet,
     data: str | Path | Dataset | None = None,
     *,
+    protocol: Protocol | str = "paper",
+    epochs: int | None = None,
+    batch: int | None = None,
+    keep: bool = False,
     device: str = "auto",
     precision: str = "auto",
     **options: Any,
 ) -> Result:
     """Train fresh networks on a condensed set and test them on real images.
 
-    ``options`` are those of :func:`m3d.evaluation.evaluate`: net, protocol (a name, or with options as in
-    ``paper:epochs=300``), repeats, seed, split, and so on. Without ``data`` the dataset is loaded as the set's manifest
-    says.
+    ``protocol`` is a name, with options or without (``paper``, ``paper:epochs=300``); ``epochs`` and ``batch`` replace
+    its own. ``options`` are those of :func:`m3d.evaluation.evaluate`: net, repeats, seed, split, and so on. Without
+    ``data`` the dataset is loaded as the set's manifest says. With ``keep`` the result is written down in the run's
+    folder, as ``m3d evaluate`` does, where ``m3d compare`` finds it; a long evaluation is checkpointed there.
     """
-    _known("evaluate", options, _keywords(evaluate_set))
+    _known("evaluate", options, [*_keywords(evaluate_set), "epochs", "batch", "keep", "device", "precision"])
+    if keep and isinstance(run, CondensedSet):
+        raise M3DError("keep=True needs the folder of a run to write to; give that instead of a set")
+    if isinstance(protocol, str):
+        protocol = make_protocol(protocol, epochs=epochs, batch=batch)
+    elif epochs is not None or batch is not None:
+        raise M3DError(f"epochs={epochs}, batch={batch} beside a protocol that has its own; give its name instead")
     condensed = run if isinstance(run, CondensedSet) else CondensedSet.load(run)
     dataset = data if isinstance(data, Dataset) else load_source(condensed, data)
-    return evaluate_set(condensed, dataset, runtime=Runtime.choose(device, precision), **options)
+    folder, kept = home_of(Path(run)) if keep and not isinstance(run, CondensedSet) else (None, {})
+    if keep and folder is None:
+        raise M3DError(f"keep=True: {str(run)!r} lies in no run folder that can be written to")
+    options = {"folder": folder, **options}
+    result = evaluate_set(condensed, dataset, protocol=protocol, runtime=Runtime.choose(device, precision), **options)
+    if folder is not None:
+        folder.add_result({**result.as_record(), **kept})
+    return result
 
 
 def _known(what: str, options: Mapping[str, Any], allowed: Sequence[str]) -> None:

@@ -17,7 +17,7 @@ from m3d.data.classes import Dataset
 from m3d.errors import Interrupted, M3DError
 from m3d.method import Method
 from m3d.nets.flat import FlatNet
-from m3d.runtime import Repeated, Runtime, out_of_memory, stop_politely
+from m3d.runtime import Repeated, Runtime, borrowing, out_of_memory, stop_politely
 from m3d.shards import Shard
 from m3d.step import BLOCK, Step
 from m3d.store import RunFolder
@@ -108,18 +108,20 @@ def condense(
     if ipc < 1:
         raise M3DError(f"ipc={ipc} is not valid; allowed: 1 and more images per class")
     began = time.perf_counter()
-    with runtime.active():
+    with runtime.active(), borrowing() as borrowed:
         pixels = method.tiles.encode(method.init(data, ipc * method.tiles.cells, seed, runtime, shard.ranks))
-        if method.matching is None:
-            return Outcome(pixels[shard.run.start : shard.run.stop].cpu(), [], time.perf_counter() - began)
         own = pixels[shard.mine.start : shard.mine.stop]
-        return _Run(Step(method, data, net, own, seed, runtime, shard), watch, began).finish()
+        step = None if method.matching is None else Step(method, data, net, own, seed, runtime, shard)
+        paid = sum(borrowed) if watch.pays_for_networks else 0.0
+        if step is None:
+            return Outcome(pixels[shard.run.start : shard.run.stop].cpu(), [], paid + time.perf_counter() - began)
+        return _Run(step, watch, began, paid).finish()
 
 
 class _Run:
     """One condensation from its first or its checkpointed step to its last."""
 
-    def __init__(self, state: Step, watch: Watch, began: float):
+    def __init__(self, state: Step, watch: Watch, began: float, paid: float):
         self.state, self.watch = state, watch
         self.matching, self.data, self.runtime, self.shard = state.matching, state.data, state.runtime, state.shard
         self.advance = Repeated(self.state.advance, self.runtime)
@@ -128,8 +130,7 @@ class _Run:
         self.judged: list[tuple[int, float]] = []
         self.best: tuple[Tensor, int, float] | None = None
         self.best_learned: dict[str, float] = {}
-        # What networks cost that another run trained; a checkpoint's count has it already.
-        self._earlier_seconds = state.pool.borrowed if watch.pays_for_networks else 0.0
+        self._earlier_seconds = paid  # by runs that trained networks this one uses; a checkpoint's count has it already
         self.saturated_at_first = self._saturated()
         self._load()
         self._start = began  # choosing the first images counts

@@ -26,7 +26,7 @@ def unknown(kind: str, name: str, allowed: Iterable[str], listed_by: str = "") -
     ``listed_by`` says how to see them where they are too many for a message.
     """
     names = sorted(allowed)
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     if listed_by and len(names) > 50:
         return M3DError(f"unknown {kind} {name!r}.{hint} {listed_by} lists them all.")

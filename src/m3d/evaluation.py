@@ -327,7 +327,11 @@ def _split_of(data: Dataset, split: str) -> ClassData:
         return data.test
     if split == "val" and data.val is not None:
         return data.val
-    raise M3DError(f"split {split!r} is not there; allowed: test, and val where a val_fraction was held out")
+    if split == "val":
+        raise M3DError(
+            f"split 'val': no part of {data.name} was held out; load it with a val_fraction (--val-fraction)"
+        )
+    raise M3DError(f"split {split!r} is not valid; allowed: test, and val where a val_fraction was held out")
 
 
 def _images(part: ClassData, data: Dataset, device: torch.device) -> Images:

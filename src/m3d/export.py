@@ -92,7 +92,9 @@ def _image_folder(condensed: CondensedSet, images: Tensor, labels: Tensor, desti
             counts[name] += 1
         if condensed.soft is not None:
             write_bytes(workplace / _SOFT_LABELS, _soft_rows(names, written, condensed.soft).encode())
-        write_json(workplace / _MANIFEST, dict(condensed.manifest))
+        write_json(
+            workplace / _MANIFEST, {**condensed.manifest, "folders": names}
+        )  # which may differ from the classes'
         workplace.chmod(0o755)
         sync_tree(workplace)
         _put(workplace, destination)

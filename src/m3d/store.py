@@ -142,6 +142,7 @@ class CondensedSet:
         """Read a set from its file or its run folder, and check that it is whole and untampered."""
         file = Path(path)
         if file.is_dir():
+            RunFolder(file).require_finished()
             file = file / RunFolder.CONDENSED
         tensors, metadata = read_tensors(file)
         manifest = _manifest(metadata, file)
@@ -323,6 +324,11 @@ class RunFolder:
         """Write a checkpoint; the one before stays as a fall-back."""
         write_checked(self / self.CHECKPOINT, tensors, state, keep=self / self.PREVIOUS)
 
+    def require_finished(self) -> None:
+        """Refuse a run that was stopped, and say how it goes on."""
+        if (self / self.RUN).exists() and not (self / self.CONDENSED).exists():
+            raise M3DError(f"{str(self.path)!r} is not finished; go on with: m3d condense --resume {self.path}")
+
     def load_checkpoint(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         """(tensors, state) of the newest whole checkpoint, or None if there is none."""
         try:
@@ -365,6 +371,24 @@ class RunFolder:
 def kept_as(run: Path) -> str:
     """What a set in a run folder is called where it is not the run's last one: ``best``, ``step-1000``; else empty."""
     return "" if run.is_dir() or run.name == RunFolder.CONDENSED else run.stem
+
+
+def home_of(run: Path) -> tuple[RunFolder | None, dict[str, str]]:
+    """Where the results of a set are written down, and what they say of it where it is not its run's last one.
+
+    None for a set by itself, or in an archive: it can be measured all the same.
+    """
+    if not run.is_file():
+        folder = RunFolder(run)
+        folder.require_writable()
+        return folder, {}
+    folder = RunFolder(run.parent)
+    try:
+        folder.request()
+        folder.require_writable()
+    except M3DError:
+        return None, {}
+    return folder, {"kept_as": name} if (name := kept_as(run)) else {}
 
 
 def _described(names: Sequence[str], shape: Sequence[int]) -> str:

@@ -25,7 +25,7 @@ from m3d.errors import Interrupted, M3DError
 from m3d.files import read_checked, write_checked
 from m3d.nets import make_net
 from m3d.nets.flat import FlatNet
-from m3d.runtime import Runtime, stop_politely
+from m3d.runtime import Runtime, borrow, stop_politely
 from m3d.shards import Ranks
 from m3d.train import Recipe, Trainer
 
@@ -88,6 +88,7 @@ def trained_networks(
     if kept is not None:
         final, seconds = kept
         log.info("%d trained %s come from the cache; their training took %.1f s", repeats, spec, seconds)
+        borrow(seconds / workers)
         return Trained(net, initial, final, seconds / workers, seconds / workers)
     log.info("training %d %s for %d epochs on %s", repeats, spec, recipe.epochs, data.name)
     began = time.perf_counter()
@@ -103,6 +104,7 @@ def trained_networks(
     if ranks.leads:
         _keep(path, {"final": final}, {**asked, "training_accuracy": accuracy, "seconds": seconds * workers})
         path.with_suffix(".begun").unlink(missing_ok=True)
+    borrow(earlier)
     return Trained(net, initial, final, seconds, earlier)
 
 

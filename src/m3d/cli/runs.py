@@ -24,7 +24,6 @@ from m3d.cli.options import (
     DataRoot,
     Device,
     Json,
-    Net,
     OnBadImage,
     OnBadImageElsewhere,
     Precision,
@@ -43,7 +42,6 @@ if TYPE_CHECKING:
     from m3d.engine import Progress
     from m3d.evaluation import Result
     from m3d.ranking import Ranking
-    from m3d.store import RunFolder
 
 
 @app.command(
@@ -239,7 +237,7 @@ def evaluate(
     run: Annotated[Path | None, typer.Argument(help="Run folder or condensed.safetensors.")] = None,
     full: Annotated[str | None, typer.Option(help="Train on this whole dataset instead: the upper bound.")] = None,
     data: Annotated[str | None, typer.Option(help="Test on this dataset instead of the one it was made from.")] = None,
-    net: Net = "convnet3",
+    net: Annotated[str | None, typer.Option(help="Network to train; see 'm3d list nets'.")] = None,
     nets: Annotated[str | None, typer.Option(help="Several networks one after the other: convnet3,convnet4.")] = None,
     protocol: Annotated[
         str | None,
@@ -278,6 +276,8 @@ def evaluate(
 ) -> None:
     """Train fresh networks on a condensed set and test them on real images."""
     check_evaluate(run, full, data, out, size, on_bad_image, test_fraction)
+    if net is not None and nets is not None:
+        raise M3DError(f"--net {net} --nets {nets}: give one of them")
     parts = {"--selections": selections, "--full-epochs": full_epochs, "--full-run": full_run}
     check_ranking(ranking, full, parts)
     from m3d.data import load_data
@@ -287,7 +287,7 @@ def evaluate(
     from m3d.origin import load_source
     from m3d.ranking import rank, recorded_whole
     from m3d.runtime import Runtime
-    from m3d.store import CondensedSet, RunFolder
+    from m3d.store import CondensedSet, RunFolder, home_of
 
     rules = make_protocol(protocol or ("whole" if full else "paper"), epochs=epochs, batch=batch)
     runtime = Runtime.choose(device, precision, deterministic)
@@ -298,10 +298,12 @@ def evaluate(
         if condensed is None
         else load_source(condensed, data, zca=zca, on_bad_image=on_bad_image, **reading)
     )
-    names = values(nets) if nets else [net]
+    names = values(nets) if nets else [net or "convnet3"]
     for name in names:
         make_net(name, dataset.shape, dataset.classes)  # a wrong name is said before the first is trained
-    folder, kept = _home(run, out)
+    folder, kept = home_of(run) if run is not None else (None if out is None else RunFolder(out), {})
+    if folder is not None:
+        folder.require_writable()
     common: dict[str, Any] = {"protocol": rules, "repeats": repeats, "seed": seed, "split": split}
     common |= {"runtime": runtime, "folder": folder}
     if ranking:
@@ -331,24 +333,6 @@ def evaluate(
         typer.echo(f"m3d: not written down: {str(run)!r} lies in no run folder that can be written to", err=True)
     if as_json:
         typer.echo(json.dumps(records if nets else records[0]))
-
-
-def _home(run: Path | None, out: Path | None) -> tuple[RunFolder | None, dict[str, str]]:
-    """Where results are written down, and what they say of the set where it is not the run's last one."""
-    from m3d.store import RunFolder, kept_as
-
-    if run is None or run.is_dir():
-        if (home := out if run is None else run) is None:
-            return None, {}
-        RunFolder(home).require_writable()
-        return RunFolder(home), {}
-    folder = RunFolder(run.parent)
-    try:
-        folder.request()
-        folder.require_writable()
-    except M3DError:  # a set by itself, or in an archive: it can be measured all the same
-        return None, {}
-    return folder, {"kept_as": name} if (name := kept_as(run)) else {}
 
 
 def _print_result(record: dict[str, Any], headline: str) -> None:
@@ -414,4 +398,5 @@ def relabel(
         f"({100 * told['agreement']:.1f} % agree with their class) → {folder}"
     )
     typer.echo(f"stored: {stored['pixels']:,} bytes of pixels + {stored['labels']:,} bytes of labels")
-    typer.echo(f"next: m3d evaluate {quote(str(folder))}")
+    told_net = "" if labelled.manifest["net"] == "convnet3" else f" --net {labelled.manifest['net']}"
+    typer.echo(f"next: m3d evaluate {quote(str(folder))}{told_net}")

@@ -36,7 +36,8 @@ def show(
     if most < 1 or classes < 1:
         raise M3DError(f"--most {most} --classes {classes}: allowed are 1 and more")
     home = run if run.is_dir() else run.parent
-    target = out or home / ("loss.png" if history else f"{_named('images', run)}.png")
+    what = "decoded" if decoded else "images"
+    target = out or home / ("loss.png" if history else f"{_named(what, run)}.png")
     picture_format(target)
     figure = loss_curve(RunFolder(home)) if history else grid(CondensedSet.load(run), decoded, most, classes)
     save_figure(figure, target)

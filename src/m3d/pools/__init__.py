@@ -48,7 +48,6 @@ class LivePool(nn.Module):
     """Encoders during a run: one flat parameter vector, refilled in place. Its state_dict is checkpointed."""
 
     parameters_flat: Tensor  # [P]; static storage, so that a captured step always reads the current encoder
-    borrowed: float = 0.0  # seconds of training that an earlier run paid for: they count as this run's too
 
     def eyes(self) -> Eyes:
         """What a step looks through: tensors at fixed addresses."""

@@ -77,7 +77,6 @@ class _PretrainedPool(LivePool):
     def __init__(self, record: Pretrained, world: World, networks: Trained):
         super().__init__()
         self.record, self.seed, self.networks = record, world.seed, networks
-        self.borrowed = networks.earlier
         base = world.net.base
         for name in ("parameters_flat", "trained"):
             self.register_buffer(name, torch.zeros_like(base), persistent=False)

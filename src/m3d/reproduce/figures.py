@@ -82,7 +82,7 @@ def _against_time(found: dict[str, Place | None], seconds: dict[str, Place | Non
     axes.set_xticks(marks, [f"{m:,}" for m in marks])
     axes.minorticks_off()
     times = [x for x, _ in points.values()] or [1.0]
-    axes.set_xlim(min(times) / 1.5, max(times) * 1.9)
+    axes.set_xlim(min(times) / 2.8, max(times) * 1.9)  # room for names on either side
     axes.margins(y=0.08)
     _across(axes, levels)
     shared = any(time and time.at_most for time in seconds.values())
