@@ -1,6 +1,5 @@
-"""The engine: reproducible, class-batched equal to a loop over classes; it stops in time."""
+"""The engine: reproducible, class-batched equal to a loop over classes."""
 
-import copy
 import dataclasses
 import math
 
@@ -8,20 +7,17 @@ import pytest
 import torch
 from short import CPU, NET, method_of, run
 
-import m3d
 from m3d.augment import Parameters
 from m3d.data import ClassData
 from m3d.engine import condense
 from m3d.errors import M3DError
 from m3d.guides import CrossEntropy
 from m3d.kernels import Gaussian, Linear
-from m3d.method import Matching, Method
 from m3d.methods import Task, make_method
 from m3d.nets import FlatNet, make_net
-from m3d.objectives import MMD, Objective
+from m3d.objectives import MMD
 from m3d.players import Descent
 from m3d.pools import Fresh, World
-from m3d.runtime import COMPILE_FROM, Runtime
 from m3d.select import RandomReal
 from m3d.step import BLOCK, Step
 from m3d.synth import Tiles
@@ -184,18 +180,6 @@ def test_what_an_objective_learns_is_moved_by_its_own_player(tiny):
     assert {"objective.scale", "_players.1.velocity", "_players.1.taken"} <= set(step.state_dict())
 
 
-def test_scaling_the_loss_changes_no_bit_where_nothing_is_lost(tiny, monkeypatch):
-    plain = run(tiny)
-    monkeypatch.setattr(Runtime, "loss_scale", property(lambda self: 2.0**10))
-    assert torch.equal(run(tiny).pixels, plain.pixels)
-
-
-def test_only_fp16_scales_its_losses():
-    half, other = Runtime(torch.device("cuda"), "fp16"), Runtime(torch.device("cuda"), "bf16")
-    assert (half.dtype, half.loss_scale) == (torch.float16, 1024.0)
-    assert (other.dtype, other.loss_scale) == (torch.bfloat16, 1.0)
-
-
 def test_at_most_batch_syn_max_images_enter_a_step(tiny):
     counts = []
 
@@ -264,24 +248,6 @@ def test_equal_images_do_not_move():
     assert (outcome.pixels - start).abs().mean() < 0.01 and max(outcome.losses) < 1
 
 
-def test_global_switches_are_put_back():
-    before = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.backends.cudnn.benchmark,
-        torch.backends.cudnn.allow_tf32,
-    )
-    for deterministic in (True, False):
-        with Runtime.choose("cpu", "fp32", deterministic).active():
-            assert torch.are_deterministic_algorithms_enabled() is deterministic
-            assert torch.backends.cudnn.benchmark is not deterministic and not torch.backends.cudnn.allow_tf32
-    after = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.backends.cudnn.benchmark,
-        torch.backends.cudnn.allow_tf32,
-    )
-    assert before == after
-
-
 def test_the_encoder_changes_every_ipm_steps(tiny):
     net = FlatNet(make_net(NET, tiny.shape, 3))
     world = World(net, tiny, None, 0, CPU)
@@ -308,101 +274,6 @@ def test_momentum_is_the_librarys_sgd():
     torch.testing.assert_close(x, reference.detach())
 
 
-def test_classes_are_halved_when_memory_runs_out(tiny, monkeypatch, caplog):
-    """At most one class fits: the run shrinks its chunks, and its result is that of chunks of one."""
-    whole, loss, tried = run(tiny), Step.loss, []
-
-    def hungry(self, classes, *draws):
-        tried.append(len(classes))
-        if len(classes) > 1:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return loss(self, classes, *draws)
-
-    monkeypatch.setattr(Step, "loss", hungry)
-    result = run(tiny)
-    assert tried[:3] == [3, 2, 1] and set(tried[2:]) == {1} and "not enough memory" in caplog.text
-    torch.testing.assert_close(result.pixels, whole.pixels, atol=1e-5, rtol=1e-4)
-
-    def starving(self, classes, *draws):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(Step, "loss", starving)
-    with pytest.raises(M3DError, match="step 0 does not fit into memory with 1 class"):
-        run(tiny)
-
-
-class Poisoned(Objective):
-    """NaN for class 1 from the third step on."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = 0
-
-    def forward(self, goal, seen):
-        self.calls += 1
-        value = MMD(Linear())(goal, seen)
-        return value * torch.tensor([1.0, float("nan") if self.calls > 3 else 1.0, 1.0])
-
-
-class Growing(Poisoned):
-    def forward(self, goal, seen):
-        self.calls += 1
-        return MMD(Linear())(goal, seen) * torch.tensor([1.0, 1.0, 10.0 ** (self.calls / 20)])
-
-
-class Spiking(Poisoned):
-    """One step of a thousandfold loss."""
-
-    def forward(self, goal, seen):
-        self.calls += 1
-        return MMD(Linear())(goal, seen) * (1000.0 if self.calls == 20 else 1.0)
-
-
-def matching_with(objective, steps=10):
-    return Method(RandomReal(), Tiles(1), Matching(steps, Fresh(), objective, Descent(1e-3), batch_real=4))
-
-
-def test_nan_stops_with_the_step_and_the_class(tiny):
-    net = FlatNet(make_net(NET, tiny.shape, 3))
-    with pytest.raises(M3DError, match=r"step 3: the loss of class 'class 1' is nan; try a smaller --lr"):
-        condense(matching_with(Poisoned()), tiny, net, 1, 0, CPU)
-
-
-@pytest.mark.parametrize("seconds", [0.0, 60.0])
-def test_divergence_stops_with_the_class_at_a_step_that_no_clock_decides(tiny, seconds, monkeypatch):
-    monkeypatch.setattr(
-        "m3d.engine._REPORT_SECONDS", seconds
-    )  # reports after every step, as on a slow machine, or never
-    net = FlatNet(make_net(NET, tiny.shape, 3))
-    with pytest.raises(M3DError, match=r"^step 64: the loss rose from .* most in class 'class 2'; the run diverges"):
-        condense(matching_with(Growing(), steps=300), tiny, net, 1, 0, CPU)
-    with pytest.raises(M3DError, match=r"^step 50: the loss rose"):
-        condense(matching_with(Growing(), steps=50), tiny, net, 1, 0, CPU)
-    condense(matching_with(Spiking(), steps=70), tiny, net, 1, 0, CPU)
-
-
-@pytest.mark.parametrize("seconds", [0.0, 60.0])
-def test_black_and_white_images_stop_a_run_at_a_step_that_no_clock_decides(tiny, seconds, monkeypatch):
-    monkeypatch.setattr("m3d.engine._REPORT_SECONDS", seconds)
-    for steps in (5, 70):
-        with pytest.raises(M3DError, match=rf"^step {min(steps, 64)}: .* pushed to black or white"):
-            run(tiny, steps=steps, lr=1e6, factor=1)
-
-
-def test_the_record_is_not_changed_by_a_run(tiny):
-    method = matching_with(Poisoned(), steps=2)
-    before = copy.deepcopy(method.matching.objective.calls)
-    condense(method, tiny, FlatNet(make_net(NET, tiny.shape, 3)), 1, 0, CPU)
-    assert method.matching.objective.calls == before
-
-
-def test_too_few_images_are_named(tiny):
-    with pytest.raises(M3DError, match=r"class 'class 0' has 12 training images, but 40 different ones"):
-        run(tiny, ipc=10)
-    noise = run(tiny, ipc=10, init="noise", steps=1)
-    assert noise.pixels.shape == (3, 10, 3, 8, 8)
-
-
 def test_coresets_are_methods_without_steps(tiny):
     method = make_method("random", Task("tiny", tiny.shape, 3, 2), {})[0]
     outcome = condense(method, tiny, FlatNet(make_net(NET, tiny.shape, 3)), 2, 0, CPU)
@@ -424,142 +295,3 @@ def test_a_class_smaller_than_the_batch_is_read_in_passes():
         assert torch.equal(seen[5:10].sort().values, torch.arange(5))
     assert isinstance(data.train, ClassData)
     assert len(run(data, ipc=1, batch_real=8).losses) == 6
-
-
-def test_compiled_step_equals_eager_in_one_graph(tiny):
-    """One graph without breaks; losses and gradients equal to 1e-5; a second set of draws does not recompile."""
-    method = method_of(tiny, 3, batch_syn_max=5)
-    net = FlatNet(make_net(NET, tiny.shape, 3))
-    step = Step(method, tiny, net, method.tiles.encode(method.init(tiny, 12, 0, CPU)), 0, CPU)
-    step.refill(0)
-    torch._dynamo.reset()  # it compiles one function for at most eight different methods
-    compiled = torch.compile(step.loss, backend="aot_eager", fullgraph=True, dynamic=False)
-    for k in range(3):
-        step.pool.draw(k)
-        draws = (step.lanes, step.real_index[k], step.syn_index[k], step.augmentation[k])
-        values = []
-        for loss in (step.loss, compiled):
-            with torch._dynamo.config.patch(error_on_recompile=k > 0):
-                value = loss(*draws)
-            values.append((value, torch.autograd.grad(value.sum(), step.synthetic.latent)[0]))
-        torch.testing.assert_close(values[1], values[0], atol=1e-5, rtol=1e-5)
-
-
-def test_a_kernel_without_a_rate_asks_for_one(tiny):
-    from m3d.kernels import KERNELS
-
-    KERNELS.register("rateless")(lambda: Linear() * Linear())
-    try:
-        with pytest.raises(M3DError, match="no default learning rate; give one with --lr"):
-            make_method("m3d", Task("tiny", tiny.shape, 3, 1), {"kernel": "rateless"})
-        assert make_method("m3d", Task("tiny", tiny.shape, 3, 1), {"kernel": "rateless", "lr": 0.1})[0].steps == 10_000
-    finally:
-        del KERNELS._entries["rateless"]
-
-
-def test_wrong_settings_fail_before_any_work(tiny):
-    for options, message in (
-        ({"steps": 0}, "steps=0"),
-        ({"lr": -1.0}, "lr=-1.0"),
-        ({"momentum": 1.0}, "momentum=1.0"),
-        ({"ipm": 0}, "ipm=0"),
-        ({"batch_real": 0}, "batch_real=0"),
-        ({"kernel": "gauss"}, "Did you mean 'gaussian'"),
-        ({"augment": "colour"}, "Did you mean 'color'"),
-    ):
-        with pytest.raises(M3DError, match=message):
-            method_of(tiny, 1, **options)
-    with pytest.raises(M3DError, match="ipc=0"):
-        run(tiny, ipc=0)
-    for arguments, message in (
-        ({"device": "tpu"}, "unknown device 'tpu'"),
-        ({"precision": "fp8"}, "unknown precision 'fp8'"),
-        ({"device": "cpu", "precision": "tf32"}, "CUDA only"),
-        ({"device": "cpu", "precision": "fp16"}, "CUDA only"),
-        ({"step_mode": "fast"}, "unknown step mode"),
-    ):
-        with pytest.raises(M3DError, match=message):
-            Runtime.choose(**arguments)
-
-
-def test_records_say_what_part_of_a_device_a_run_had(monkeypatch):
-    assert "device_share" not in Runtime.choose("cpu").describe()
-    monkeypatch.setenv("M3D_DEVICE_SHARE", "0.25")
-    assert Runtime.choose("cpu").describe()["device_share"] == 0.25
-    for wrong in ("0", "1.5", "a half", "nan"):
-        monkeypatch.setenv("M3D_DEVICE_SHARE", wrong)
-        with pytest.raises(M3DError, match=f"M3D_DEVICE_SHARE='{wrong}'"):
-            Runtime.choose("cpu")
-
-
-@pytest.mark.parametrize(
-    ("method", "steps", "compiled"),
-    [
-        ("m3d", COMPILE_FROM, True),
-        ("m3d", COMPILE_FROM - 1, False),
-        ("idc", 19_999, False),
-        ("idc", 20_000, True),
-        ("dsa", 10**6, False),
-    ],
-)
-def test_a_step_is_compiled_where_that_pays(tiny, monkeypatch, method, steps, compiled):
-    """Gradients of gradients take long to compile: more steps must gain by it, and DSA's do not."""
-    monkeypatch.setattr(Runtime, "compiles", lambda self, n, least=COMPILE_FROM: asked.append(n >= least))
-    asked: list[bool] = []
-    built, _ = make_method(method, Task("tiny", tiny.shape, 3, 1), {"steps": steps, "batch_real": 2})
-    net = FlatNet(make_net(NET, tiny.shape, 3))
-    Step(built, tiny, net, built.tiles.encode(built.init(tiny, built.tiles.cells, 0, CPU)), 0, CPU)
-    assert asked == [compiled]
-
-
-def test_every_run_has_its_own_versions_of_the_compiled_step(tiny):
-    """More runs than the compiler keeps versions of one function: each is compiled, none silently falls back."""
-    torch._dynamo.reset()
-    compiled: list[int] = []
-
-    def backend(graph, inputs):
-        compiled.append(1)
-        return graph.forward
-
-    net, steps = FlatNet(make_net(NET, tiny.shape, 3)), []  # all kept: what is freed makes room
-    for k in range(3):
-        method = method_of(tiny, 3, batch_real=2 + k)
-        steps.append(Step(method, tiny, net, method.tiles.encode(method.init(tiny, 12, 0, CPU)), 0, CPU))
-        steps[-1].refill(0)
-        draws = (steps[-1].lanes, steps[-1].real_index[0], steps[-1].syn_index[0], steps[-1].augmentation[0])
-        with torch._dynamo.config.patch(recompile_limit=1, error_on_recompile=True):
-            value = torch.compile(steps[-1].own_loss(), backend=backend, fullgraph=True, dynamic=False)(*draws)
-        assert len(compiled) == k + 1
-        torch.testing.assert_close(value, steps[-1].loss(*draws))
-
-
-def test_a_method_says_what_precision_it_needs_on_a_gpu(tiny, monkeypatch):
-    from m3d.prepare import prepare
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # nothing is put on the device here
-    request = {"ipc": 1, "options": {}, "net": NET, "device": "auto", "deterministic": False, "step_mode": "auto"}
-    request |= {"checkpoint_seconds": 60.0, "eval_every": 0, "seed": 0}
-    asked = [("m3d", "auto", "bf16"), ("mtt", "auto", "tf32"), ("mtt", "bf16", "bf16"), ("m3d", "fp32", "fp32")]
-    for method, precision, settled in asked:
-        assert prepare({**request, "method": method, "precision": precision}, tiny).runtime.precision == settled
-
-
-@pytest.mark.parametrize("method", ["dm", "dc", "dsa", "cafe", "cafe-dsa", "datadam", "idm", "mtt"])
-def test_pixels_leave_their_range_only_where_they_may(tmp_path, method):
-    from toys import make_dataset
-
-    data = make_dataset(per_class=20)
-    settings = {"net": NET, "steps": 2, "lr": 50.0, "device": "cpu"}
-    settings |= {"experts": 1, "expert_epochs": 3, "max_start": 1, "syn_steps": 2} if method == "mtt" else {}
-    free = m3d.condense(data, 1, method, out=tmp_path / "free", bounded=False, **settings)
-    assert not free.bounded and (free.images.min() < 0 or free.images.max() > 1)
-    assert m3d.CondensedSet.load(tmp_path / "free").fingerprint == free.fingerprint
-    held = m3d.condense(data, 1, method, bounded=True, **settings)
-    assert held.bounded and held.images.min() >= 0 and held.images.max() <= 1
-
-
-def test_noise_is_clipped_only_where_pixels_are_bounded(tiny):
-    assert (tiny_noise := run(tiny, init="noise", steps=1).pixels).min() >= 0 and tiny_noise.max() <= 1
-    method = make_method("dc", Task("tiny", tiny.shape, 3, 1), {"steps": 1, "lr": 1e-9, "bounded": False})[0]
-    free = condense(method, tiny, FlatNet(make_net(NET, tiny.shape, 3)), 1, 0, CPU).pixels
-    assert free.min() < 0 and free.max() > 1
