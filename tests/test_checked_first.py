@@ -26,7 +26,7 @@ from m3d.trained import default_recipe, trained_networks
 QUICK = {"net": NET, "device": "cpu", "batch_real": 4}
 
 
-@pytest.mark.parametrize("name", ["auto:1", "cpu:0", "cpu:x", "cuda:", "cuda:-1", "gpu"])
+@pytest.mark.parametrize("name", ["auto:1", "cpu:0", "cpu:x", "cuda:", "cuda:-1", "cuda:1.0", "gpu"])
 def test_devices_that_are_none(name):
     with pytest.raises(M3DError, match=f"unknown device '{name}'"):
         Runtime.choose(name)
@@ -36,7 +36,7 @@ def test_one_of_several_gpus(monkeypatch):
     """Streams, recordings and kernels go to the current device, which must be the one that was asked for."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    chosen = Runtime.choose("cuda:1")
+    chosen = Runtime.choose("cuda:01")
     assert (chosen.device, chosen.precision) == (torch.device("cuda", 1), "bf16")
     entered: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "device", lambda device: entered.append(device) or torch.no_grad())
@@ -89,6 +89,14 @@ def test_wrong_evaluations_on_the_way_are_refused_before_the_first_step(tiny, tm
             report=seen.append, **QUICK,
         )  # fmt: skip
     assert not seen and not (tmp_path / "run").exists()
+
+
+def test_a_protocol_itself_judges_a_run_that_is_not_kept(tiny, tmp_path):
+    given = {"steps": 2, "eval_every": 2, "eval_options": {"protocol": make_protocol("quick", epochs=1), "repeats": 1}}
+    made = m3d.condense(tiny.hold_out(0.25, 0), 2, **given, **QUICK)
+    assert [step for step, _ in made.manifest["validation"]] == [2]
+    with pytest.raises(M3DError, match="needs the name of its protocol"):
+        m3d.condense(tiny.hold_out(0.25, 0), 2, **given, **QUICK, out=tmp_path / "run")
 
 
 def test_evaluation_options_without_evaluations(tiny):
@@ -189,6 +197,29 @@ def test_the_way_is_judged_by_the_learned_rate(tiny, monkeypatch):
         eval_options={"protocol": "mtt"}, **options,
     )  # fmt: skip
     assert rates == [made.manifest["learned"]]
+
+
+def test_numbers_that_broke_are_named_before_they_are_judged(tiny):
+    options = {"experts": 1, "expert_epochs": 3, "max_start": 1, "span": 1, "syn_steps": 2, "lr_lr": 1e30}
+    judged = {"eval_every": 2, "eval_options": {"protocol": "mtt:epochs=1", "repeats": 1}}
+    with pytest.raises(M3DError, match=r"the loss of class .* is nan"):
+        m3d.condense(tiny.hold_out(0.25, 0), 2, "mtt", net=NET, device="cpu", steps=6, **judged, **options)
+
+
+def test_what_experts_cost_does_not_depend_on_the_cache(tiny):
+    from m3d.files import read_json, write_json
+    from m3d.trained import cache_folder
+
+    options = {"experts": 1, "expert_epochs": 3, "max_start": 2, "span": 1, "syn_steps": 2, "steps": 1, "seed": 11}
+    before = set(cache_folder().glob("experts-*/seconds.json"))
+    m3d.condense(tiny, 2, "mtt", net=NET, device="cpu", **options)
+    (told,) = set(cache_folder().glob("experts-*/seconds.json")) - before
+    each = read_json(told)
+    assert sorted(each) == [f"experts-0-0-epoch-{k}.safetensors" for k in range(3)] and min(each.values()) >= 0
+    write_json(told, {**each, "experts-0-0-epoch-2.safetensors": 1000.0})
+    assert 1000 < m3d.condense(tiny, 2, "mtt", net=NET, device="cpu", **options).manifest["seconds"] < 1100
+    told.write_text("[")
+    assert m3d.condense(tiny, 2, "mtt", net=NET, device="cpu", **options).manifest["seconds"] < 100
 
 
 class _Judged:

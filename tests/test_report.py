@@ -40,6 +40,7 @@ def test_rows_hold_results_and_costs(runs):
         "seed",
         "kept",
         "options",
+        "matched",
     }
     assert rows[0]["steps"] == 2 and rows[0]["seconds"] > 0 and rows[0]["n"] == 2 and rows[0]["memory"] is None
 
@@ -79,6 +80,7 @@ def _row(**changed):
     plain = dict.fromkeys((*COLUMNS, *SOFT_COLUMNS, *RANKING_COLUMNS, *SHARED_COLUMNS))
     plain |= {"run": "a", "method": "m3d", "data": "digits", "ipc": 1, "protocol": "quick/2", "net": "convnet3", "n": 2}
     plain |= {"last": (50.0, 1.0), "best": (51.0, 1.0), "seed": 0, "kept": "", "options": {"lr": 1.0}, "steps": 5}
+    plain |= {"matched": {"net": "convnet3", "fingerprint": "f"}}
     return plain | changed
 
 
@@ -96,6 +98,9 @@ def test_settings_over_their_seeds():
     assert first["last"] == (51.0, pytest.approx(2**0.5)) and first["best"] == (52.0, pytest.approx(2**0.5))
     assert (first["seconds"], first["memory"], first["device_share"]) == (5.0, 2.0, 0.5)
     assert [row["run"] for row in others] == ["c", "d", "e"]
+    elsewhere = _row(run="f", seed=1, matched={"net": "convnet1", "fingerprint": "f"})
+    assert len(over_seeds([rows[0], elsewhere])) == 2  # condensed through another network
+    assert over_seeds([_row(lrs=(70.0, 1.0)), _row(seed=1)])[0]["lrs"] is None  # of one seed only
     # Two measurements of one seed's set count once; both networks are counted.
     again = over_seeds([rows[0], _row(run="a", last=(54.0, 1.0)), rows[1]])[0]
     assert again["last"] == (52.0, 0.0) and again["n"] == "3 × 2"

@@ -283,3 +283,15 @@ def test_a_setting_measured_under_another_default_is_told_and_made_again_when_as
     assert code == 0 and err == "" and lines(file)[0]["condensation"][0]["options"]["momentum"] == 0.5
     code, _, err = call(capsys, *arguments, "--again", "--dry-run")
     assert code == 2 and "--dry-run and --again: give one of them" in err
+
+
+def test_a_sweep_through_its_own_network_goes_on(capsys, tmp_path):
+    """Finished cells are held against today's settings through the sweep's network: the usual one is too deep here."""
+    generator = np.random.default_rng(0)
+    pixels, labels = generator.integers(0, 255, (40, 6, 6, 3), dtype=np.uint8), np.arange(40) % 2
+    np.savez(tmp_path / "small.npz", x_train=pixels, y_train=labels, x_test=pixels, y_test=labels)
+    grid = ["--ipc", 1, "--set", "steps=2", "--set", "batch_real=4", "--set", "lr=1", "--net", NET]
+    arguments = ["sweep", tmp_path / "small.npz", *grid, *QUICK, "--out", tmp_path / "out"]
+    for _ in range(2):
+        code, _, err = call(capsys, *arguments)
+        assert code == 0 and "too small" not in err

@@ -7,7 +7,7 @@ import sys
 from rich.console import Console
 
 from m3d.engine import Progress
-from m3d.terminal import _Bar, epoch_bar, progress_bar, status_line
+from m3d.terminal import _Bar, clear_bars, epoch_bar, progress_bar, status_line
 
 
 class Terminal(io.StringIO):
@@ -51,6 +51,18 @@ def test_condensing_and_training_after_each_other(monkeypatch):
             epochs(7, 7)
     text = plain(shown.getvalue())
     assert "4/4 loss 0.5 2.0 steps/s" in text and "7/7 epochs" in text
+
+
+def test_work_that_failed_leaves_no_bar_beside_the_next(monkeypatch):
+    shown = terminal(monkeypatch)
+    with progress_bar(quiet=False) as steps, epoch_bar(quiet=False) as epochs:
+        steps(Progress(2, 4, 0.5, 1.0, 2.0, None))  # and then nothing more
+        first = _Bar._shown
+        epochs(1, 7)
+        assert first is not None and first._bar is None and _Bar._shown is not first
+        clear_bars()
+        assert _Bar._shown is None
+    assert "2/4" in plain(shown.getvalue()) and "1/7" in plain(shown.getvalue())
 
 
 def test_workers_are_told_of_when_there_are_some(monkeypatch):

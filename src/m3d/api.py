@@ -86,6 +86,8 @@ def condense(
         "eval_every": eval_every,
         "eval_options": dict(eval_options or {}),
     }
+    if out is not None and not isinstance(request["eval_options"].get("protocol", ""), str):
+        raise M3DError("eval_options: a run that is kept needs the name of its protocol, as in 'quick:epochs=50'")
     dataset = data if isinstance(data, Dataset) else load_data(data, **dict(load_options or {}))
     request["data"] = dict(dataset.recipe)
     run = prepare(request, dataset)

@@ -299,6 +299,7 @@ class _Run:
         done = bool(self.judged) and self.judged[-1][0] == self.step
         if judge is None or not every or self.step == 0 or self.step % every or done:
             return
+        self._flush()  # numbers that broke are the reason to name
         now = self._snapshot()
         accuracy = self._verdict(judge, now)
         if math.isnan(accuracy):  # the evaluation was asked to stop, and with it the run

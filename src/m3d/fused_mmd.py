@@ -35,8 +35,8 @@ def _gram(
     T: tl.constexpr, K: tl.constexpr, TILES: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
     """One tile of one class's Gram matrix, and its mirror image, from EACH of the features."""
-    group = tl.program_id(0).to(tl.int64)
-    row, column = tl.program_id(1) // TILES, tl.program_id(1) % TILES
+    group = tl.program_id(1).to(tl.int64)
+    row, column = tl.program_id(0) // TILES, tl.program_id(0) % TILES
     if row <= column:
         i, j = row * T + tl.arange(0, T), column * T + tl.arange(0, T)
         base = points_ptr + group * points * width
@@ -48,7 +48,7 @@ def _gram(
             a = tl.load(base + i[:, None] * width + k[None, :], mask=here, other=0.0)
             b = tl.load(base + j[None, :] * width + k[:, None], mask=there, other=0.0)
             total += tl.dot(a, b, input_precision="tf32x3")
-        out = parts_ptr + (tl.program_id(2) * tl.num_programs(0) + group) * points * points
+        out = parts_ptr + (tl.program_id(2) * tl.num_programs(1) + group) * points * points
         inside = (i < points)[:, None] & (j < points)[None, :]
         tl.store(out + i[:, None] * points + j[None, :], total, mask=inside)
         tl.store(out + j[None, :] * points + i[:, None], total, mask=inside & (row != column))
@@ -111,7 +111,7 @@ def _gram_of(points: Tensor) -> Tensor:
     each = triton.cdiv(triton.cdiv(width, split), _DEPTH) * _DEPTH
     split = triton.cdiv(width, each)
     parts = points.new_empty(split, groups, many, many)
-    _gram[(groups, tiles * tiles, split)](
+    _gram[(tiles * tiles, groups, split)](
         points, parts, many, width, T=_TILE, K=_DEPTH, TILES=tiles, EACH=each, num_warps=4
     )
     return parts[0] if split == 1 else parts.sum(0)

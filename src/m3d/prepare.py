@@ -113,7 +113,8 @@ class Prepared:
 
     def _judge(self, now: Snapshot) -> float:
         """Validation accuracy of the set as it is now."""
-        condensed = self._set(now.pixels, None, now.step, now.learned)
+        learned = now.learned if all(number > 0 for number in now.learned.values()) else None  # no rate to train at
+        condensed = self._set(now.pixels, None, now.step, learned)
         return evaluate_set(condensed, self.data, split="val", runtime=self.runtime, **self.judging).mean
 
     def _set(
@@ -211,7 +212,8 @@ def prepare(request: Mapping[str, Any], data: Dataset) -> Prepared:
 
 def _check_judging(judging: Mapping[str, Any], data: Dataset) -> None:
     """Refuse now what would end the run at its first evaluation."""
-    make_protocol(judging["protocol"])
+    if isinstance(judging["protocol"], str):
+        make_protocol(judging["protocol"])
     make_net(judging["net"], data.shape, data.classes)
     repeats = judging["repeats"]
     if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:

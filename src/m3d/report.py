@@ -25,8 +25,8 @@ SOFT_COLUMNS = ("soft_last", "soft_best", "pixel_bytes", "label_bytes")
 RANKING_COLUMNS = ("lrs", "ars")
 SEED_COLUMNS = ("seed",)  # of the condensation
 SHARED_COLUMNS = ("device_share",)  # the part of a device that a run had: its seconds are an upper bound
-# What rows of one setting agree in, whatever their seeds; a JSON row has the last two as well.
-_SETTING = ("method", "data", "ipc", "protocol", "net", "steps", "kept", "options")
+# What rows of one setting agree in, whatever their seeds; a JSON row has the last three as well.
+_SETTING = ("method", "data", "ipc", "protocol", "net", "steps", "kept", "options", "matched")
 FORMATS = ("text", "csv", "markdown", "latex")
 _PAIRS = {"last": "last_sd", "best": "best_sd", "soft_last": "soft_last_sd", "soft_best": "soft_best_sd"}
 _PAIRS |= {"lrs": "lrs_error", "ars": "ars_error"}  # a value and its spread, two columns of a CSV
@@ -75,6 +75,7 @@ def _row(name: str, record: Mapping[str, Any], condensed: CondensedSet | None) -
     manifest: Mapping[str, Any] = {"steps": record.get("steps")}
     if condensed is not None and record.get("set", condensed.fingerprint) == condensed.fingerprint:
         manifest = condensed.manifest
+    run: Mapping[str, Any] = {} if condensed is None else condensed.manifest  # of sets kept on its way too
     storage = record.get("storage") or ({} if condensed is None else condensed.storage)
     if "kept_as" in record:
         name = f"{name}/{record['kept_as']}"
@@ -87,7 +88,7 @@ def _row(name: str, record: Mapping[str, Any], condensed: CondensedSet | None) -
         "method": record["method"],
         "data": record["data"]["name"],
         "ipc": record["ipc"],
-        "seed": manifest.get("seed"),
+        "seed": run.get("seed"),
         "protocol": _rules(record),
         "net": record["net"],
         "last": None if soft else last,
@@ -104,7 +105,8 @@ def _row(name: str, record: Mapping[str, Any], condensed: CondensedSet | None) -
         "lrs": (ranking["lrs"], ranking["lrs_error"]) if ranking else None,
         "ars": (ranking["ars"], ranking["ars_error"]) if ranking else None,
         "kept": record.get("kept_as", ""),
-        "options": dict(manifest.get("options") or {}),
+        "options": dict(run.get("options") or {}),
+        "matched": {"net": run.get("net"), "fingerprint": (run.get("data") or {}).get("fingerprint")},
     }
 
 
@@ -129,10 +131,10 @@ def _over_seeds(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return rows
     joined = dict(rows[0])
     for name in _PAIRS:
-        if all(row[name] is not None for row in rows):
-            means = [fmean(row[name][0] for row in alike) for alike in by_seed.values()]
-            joined[name] = (fmean(means), stdev(means))
-    known = {
+        known = all(row[name] is not None for row in rows)
+        means = [fmean(row[name][0] for row in alike) for alike in by_seed.values()] if known else []
+        joined[name] = (fmean(means), stdev(means)) if known else None
+    costs = {
         name: [row[name] for row in rows if row[name] is not None] for name in ("seconds", "memory", "device_share")
     }
     each = {row["n"] for row in rows}
@@ -142,9 +144,9 @@ def _over_seeds(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             "run": f"{len(by_seed)} seeds",
             "seed": ", ".join(map(str, by_seed)),
             "n": f"{len(rows)} × {each.pop()}" if len(each) == 1 else sum(row["n"] for row in rows),
-            "seconds": fmean(known["seconds"]) if known["seconds"] else None,
-            "memory": max(known["memory"], default=None),
-            "device_share": min(known["device_share"], default=None),
+            "seconds": fmean(costs["seconds"]) if costs["seconds"] else None,
+            "memory": max(costs["memory"], default=None),
+            "device_share": min(costs["device_share"], default=None),
         }
     ]
 

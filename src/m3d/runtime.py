@@ -133,7 +133,9 @@ def _device(name: str) -> torch.device:
         raise M3DError(f"device {name!r}: PyTorch sees no CUDA device here; allowed: auto, cpu")
     if colon and int(number) >= (many := torch.cuda.device_count()):
         raise M3DError(f"device {name!r}: PyTorch sees {counted(many, 'CUDA devices')} here, the first is cuda:0")
-    return torch.device(("cuda" if gpu else "cpu") if kind == "auto" else name)
+    if colon:
+        return torch.device("cuda", int(number))
+    return torch.device(("cuda" if gpu else "cpu") if kind == "auto" else kind)
 
 
 def device_share() -> float:

@@ -223,9 +223,8 @@ class Call:
         from m3d.grid.runner import Job, run
 
         def todays(source: Source) -> dict[str, object]:
-            return api.check(
-                shelf.get(source.data, source.loading), source.ipc, source.method, **dict[str, Any](source.options)
-            )
+            data, options = shelf.get(source.data, source.loading), dict[str, Any](source.options)
+            return api.check(data, source.ipc, source.method, net=source.net, **options)
 
         job = Job(_seed_by_seed(cells), journal, self.place, settings=todays)
         telling = Telling(_headline, self.as_json, records=False)

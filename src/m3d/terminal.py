@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from m3d.errors import M3DError
 from m3d.wording import with_sd
@@ -37,6 +37,8 @@ class _Bar:
     """A bar that appears with the first thing it is told and goes when the work is done: one after another, of
     condensing and of training, may stand on a terminal, but not two at a time."""
 
+    _shown: ClassVar[_Bar | None] = None  # the one on the terminal
+
     def __init__(self, console: Console, *fields: str):
         self._console, self._fields = console, fields
         self._bar: Bar | None = None
@@ -46,6 +48,8 @@ class _Bar:
         from rich.progress import Progress as NewBar
 
         if self._bar is None:
+            clear_bars()
+            _Bar._shown = self
             columns = (BarColumn(), MofNCompleteColumn(), *map(TextColumn, self._fields), TimeRemainingColumn())
             self._bar = NewBar(*columns, console=self._console, transient=True)
             self._bar.add_task("", total=total, **told)
@@ -58,6 +62,13 @@ class _Bar:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+            _Bar._shown = None
+
+
+def clear_bars() -> None:
+    """Before something else is said: take the bar away that work which did not end has left."""
+    if _Bar._shown is not None:
+        _Bar._shown.close()
 
 
 @contextmanager

@@ -1,7 +1,8 @@
 """Networks trained on the real data, many at once, kept for every later run that asks for the same ones.
 
 The cache is a folder of safetensors (``$M3D_CACHE``, else ``~/.cache/m3d/networks``); a file's name is a digest of
-everything that decides its contents: data, network, recipe, seed and precision. Several processes share the training.
+everything that decides its contents: data and their normalisation, network, recipe, seed, precision, determinism and
+kind of device. Several processes share the training.
 """
 
 from __future__ import annotations

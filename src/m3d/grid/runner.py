@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -182,5 +183,6 @@ def _tell_outdated(job: Job, listener: Listener) -> None:
         return
     for cell in job.cells:
         record = job.journal.of(cell)
-        if record and (changes := drift(cell, record, job.journal.overrides, job.settings)):
-            listener.outdated(cell, changes)
+        with suppress(M3DError):  # what cannot be made today cannot be compared, and is no reason to stop the others
+            if record and (changes := drift(cell, record, job.journal.overrides, job.settings)):
+                listener.outdated(cell, changes)

@@ -14,7 +14,7 @@ from m3d.errors import M3DError
 from m3d.grid.cells import Cell
 from m3d.grid.drift import Change
 from m3d.grid.journal import Record
-from m3d.terminal import duration, epoch_bar, progress_bar, status_line
+from m3d.terminal import clear_bars, duration, epoch_bar, progress_bar, status_line
 
 if TYPE_CHECKING:
     from m3d.grid.runner import Listener
@@ -49,6 +49,7 @@ class Telling:
             yield told, Watch(bar, epochs)
 
     def _begin(self, number: int, of: int, cell: Cell, left: float | None) -> None:
+        clear_bars()
         if not self.as_json:
             time = "" if left is None else f": about {duration(left)} left"
             typer.echo(f"[{number} of {of}] {cell.key}{time}", err=True)
@@ -60,6 +61,7 @@ class Telling:
             say_record(record)
 
     def _failed(self, cell: Cell, error: M3DError) -> None:
+        clear_bars()
         typer.echo("m3d: " + " ".join(f"{cell.key}: {error}".split()), err=True)
 
     def _again(self, cell: Cell, reason: str) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,10 +23,10 @@ from m3d import rng
 from m3d.batches import Images
 from m3d.data.classes import Dataset
 from m3d.errors import Interrupted, M3DError
-from m3d.files import read_checked, read_row, write_checked
+from m3d.files import read_checked, read_json, read_row, write_checked, write_json
 from m3d.nets.flat import FlatNet
 from m3d.pools import LivePool, World
-from m3d.runtime import Runtime, stop_politely
+from m3d.runtime import Runtime, borrow, stop_politely
 from m3d.shards import Ranks
 from m3d.train import Recipe, Trainer
 from m3d.trained import cache_folder
@@ -33,6 +34,7 @@ from m3d.types import Eyes, Segment
 from m3d.unroll import Lessons
 
 log = logging.getLogger(__name__)
+_SECONDS = "seconds.json"  # beside the recorded epochs: what each took
 GROUP = 10  # experts trained side by side and kept in one file: 2,560 images a step fill a GPU
 
 
@@ -92,6 +94,7 @@ def train_experts(
     for group in trajectories.groups():
         files = [trajectories.file(group, epoch) for epoch in range(epochs + 1)]
         recorded = _recorded(files, (len(group), net.size), ranks)
+        borrow(_seconds(files[:recorded], ranks))
         if recorded < len(files):
             with ranks.alike():
                 own = ranks.share(len(group))
@@ -107,6 +110,19 @@ def _recorded(files: list[Path], shape: tuple[int, int], ranks: Ranks) -> int:
         if ranks.leads:
             count = next((e for e, file in enumerate(files) if not _whole(file, shape)), len(files))
     return int(ranks.told(count))
+
+
+def _seconds(files: list[Path], ranks: Ranks) -> float:
+    """What training to these files took, as far as it was written down."""
+    spent = 0.0
+    with ranks.alike():
+        if ranks.leads and files and (told := files[0].parent / _SECONDS).exists():
+            try:
+                each = read_json(told)
+                spent = sum(float(each.get(file.name, 0.0)) for file in files)
+            except (M3DError, TypeError, ValueError) as error:
+                log.warning("%s: what the experts cost is not known (%s)", told, error)
+    return float(ranks.told(spent))
 
 
 def _whole(file: Path, shape: tuple[int, int]) -> bool:
@@ -130,10 +146,16 @@ def _train(
     """Train a group on from the last of its ``recorded`` files, and write down every further epoch."""
     log.info("training experts %d to %d, epochs %d to %d", group[0], group[-1], recorded, len(files) - 1)
 
+    began = time.perf_counter()
+
     def write(epoch: int, flat: Tensor) -> None:
+        nonlocal began
         with ranks.alike():
             if ranks.leads:
                 write_checked(files[epoch], {"flat": flat}, asked)
+                now = time.perf_counter()
+                _tell_seconds(files[epoch], now - began)
+                began = now
 
     own, start = ranks.share(len(group)), _start(trainer, group, files[:recorded], ranks)
     if recorded == 0:
@@ -150,6 +172,16 @@ def _train(
             write(epoch, flat)
             if ranks.any(stopping.is_set()):  # all stop after the same epoch, which is kept
                 raise Interrupted(epoch, "epochs of training its experts")
+
+
+def _tell_seconds(file: Path, seconds: float) -> None:
+    """Write down, beside the files, what one of them took."""
+    told = file.parent / _SECONDS
+    try:
+        each = read_json(told) if told.exists() else {}
+    except M3DError:
+        each = {}
+    write_json(told, {**each, file.name: round(seconds, 3)})
 
 
 def _start(trainer: Trainer, group: range, recorded: list[Path], ranks: Ranks) -> Tensor:

@@ -22,16 +22,17 @@ class Facts:
     train: int
     test: int
     shape: tuple[int, int, int]  # ch, h, w
+    smallest: int | None = None  # training images of the smallest class, where it is known
 
 
 _IMAGENET_SIDE = 224
 # Of a class of ILSVRC there are at most 1,300 training and 50 test images.
 FACTS = {
-    "mnist": Facts("MNIST", 10, 60_000, 10_000, (1, 28, 28)),
-    "fashion-mnist": Facts("F-MNIST", 10, 60_000, 10_000, (1, 28, 28)),
-    "svhn": Facts("SVHN", 10, 73_257, 26_032, (3, 32, 32)),
-    "cifar10": Facts("CIFAR-10", 10, 50_000, 10_000, (3, 32, 32)),
-    "cifar100": Facts("CIFAR-100", 100, 50_000, 10_000, (3, 32, 32)),
+    "mnist": Facts("MNIST", 10, 60_000, 10_000, (1, 28, 28), 5_421),
+    "fashion-mnist": Facts("F-MNIST", 10, 60_000, 10_000, (1, 28, 28), 6_000),
+    "svhn": Facts("SVHN", 10, 73_257, 26_032, (3, 32, 32), 4_659),
+    "cifar10": Facts("CIFAR-10", 10, 50_000, 10_000, (3, 32, 32), 5_000),
+    "cifar100": Facts("CIFAR-100", 100, 50_000, 10_000, (3, 32, 32), 500),
     "imagenet10": Facts("ImageNet-10", 10, 13_000, 500, (3, _IMAGENET_SIDE, _IMAGENET_SIDE)),
     "imagenet100": Facts("ImageNet-100", 100, 130_000, 5_000, (3, _IMAGENET_SIDE, _IMAGENET_SIDE)),
     **{

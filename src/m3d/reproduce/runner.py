@@ -31,5 +31,6 @@ def todays_settings(source: Source) -> Mapping[str, Any]:
     """Every option a source's set would be made with, without its data."""
     facts, known = FACTS[source.data], find(source.data)
     mirror, cutmix = (known.mirror, known.cutmix) if known else (True, True)
-    described = {"data": source.data, "shape": facts.shape, "classes": facts.classes, "ipc": source.ipc}
-    return settings_of(source.method, dict(source.options), **described, mirror=mirror, cutmix=cutmix)
+    described: dict[str, Any] = {"data": source.data, "shape": facts.shape, "classes": facts.classes, "ipc": source.ipc}
+    described |= {"mirror": mirror, "cutmix": cutmix, "smallest": facts.smallest}
+    return settings_of(source.method, dict(source.options), **described)
