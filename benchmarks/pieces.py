@@ -1,0 +1,128 @@
+"""Pieces of a step beside the library's own way of computing them, each recorded as a graph and timed in turns.
+
+    python benchmarks/pieces.py                       # on the GPU, a quarter of a minute
+    python benchmarks/pieces.py --device cpu --small  # a check that it runs (Triton's part is left out)
+
+Sizes are those of CIFAR-10: ten networks trained on 64 images each, ten classes of 128 real and 40 synthetic images.
+Writes results/pieces-DEVICE.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from speed import RESULTS, seconds
+from torch import Tensor
+from torch.nn import functional
+
+from m3d.nets.grouped import conv_each
+from m3d.runtime import Repeated, Runtime
+from m3d.version import HAS_TRITON
+
+Ways = dict[str, Callable[[], None]]
+
+
+def convolution(side: int, nets: int, images: int, width: int, runtime: Runtime) -> Ways:
+    """Every network's own 3×3 convolution, forward and back to images and weights."""
+    device, dtype = runtime.device, runtime.dtype
+    x = torch.randn(images, side, side, nets * width, device=device, dtype=dtype, requires_grad=True)
+    weight = (torch.randn(nets, width, width, 3, 3, device=device) / width).requires_grad_()
+    direction = torch.randn_like(x)
+
+    def library(x: Tensor, weight: Tensor) -> Tensor:
+        low = weight.flatten(0, 1).to(dtype)
+        return functional.conv2d(x.permute(0, 3, 1, 2), low, padding=1, groups=nets).permute(0, 2, 3, 1)
+
+    def way(convolve: Callable[[Tensor, Tensor], Tensor]) -> Callable[[], None]:
+        def both() -> None:
+            torch.autograd.grad(convolve(x, weight), (x, weight), direction)
+
+        return both
+
+    return {"library": way(library), "ours": way(conv_each)}
+
+
+def gram(classes: int, points: int, features: int, runtime: Runtime) -> Ways:
+    """All products of each class's points, in float32."""
+    x = torch.randn(classes, points, features, device=runtime.device)
+
+    def library() -> None:
+        x @ x.mT
+
+    if runtime.device.type != "cuda" or not HAS_TRITON:
+        return {"library": library}
+    from m3d.fused_mmd import _gram_of
+
+    def ours() -> None:
+        _gram_of(x)
+
+    return {"library": library, "ours": ours}
+
+
+def logits(nets: int, images: int, features: int, classes: int, runtime: Runtime) -> Ways:
+    """Every network's own linear layer, forward and back, in float32; with the features in several parts, summed."""
+    device = runtime.device
+    x = torch.randn(nets, images, features, device=device, requires_grad=True)
+    weight = torch.randn(nets, classes, features, device=device, requires_grad=True)
+    bias = torch.randn(nets, classes, device=device, requires_grad=True)
+    direction = torch.randn(nets, images, classes, device=device)
+
+    def way(parts: int) -> Callable[[], None]:
+        def both() -> None:
+            if parts == 1:
+                y = torch.baddbmm(bias[:, None], x, weight.mT)
+            else:
+                a, b = (t.unflatten(2, (parts, -1)).transpose(1, 2) for t in (x, weight))
+                y = (a @ b.mT).sum(1) + bias[:, None]
+            torch.autograd.grad(y, (x, weight, bias), direction)
+
+        return both
+
+    return {"library": way(1), **{f"{parts} parts": way(parts) for parts in (4, 8, 16)}}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--small", action="store_true", help="small tensors and few calls: a check that it runs")
+    parser.add_argument("--out", type=Path, default=None)
+    given = parser.parse_args()
+    runtime = Runtime.choose(given.device)
+    device, times = str(runtime.device), 2 if given.small else 200
+    nets, images, width, features = (2, 3, 8, 64) if given.small else (10, 64, 128, 2048)
+    with runtime.active():
+        pieces = {
+            "convolution, second block": convolution(16, nets, images, width, runtime),
+            "convolution, third block": convolution(8, nets, images, width, runtime),
+            "Gram matrix": gram(nets, 168, features, runtime),
+            "linear layer": logits(nets, images, features, 10, runtime),
+        }
+        found = {name: timed(ways, times, given.rounds, runtime) for name, ways in pieces.items()}
+    for name, ways in found.items():
+        print(f"{name:<28}" + "   ".join(f"{way} {us:.1f} us" for way, us in ways.items()))
+    if not given.small:
+        out = given.out or RESULTS / f"pieces-{device.split(':')[0]}.json"
+        out.write_text(json.dumps({**runtime.describe(), "microseconds": found}, indent=2) + "\n")
+
+
+def timed(ways: Ways, times: int, rounds: int, runtime: Runtime) -> dict[str, float]:
+    """Microseconds of each way, the median over rounds in which they take turns."""
+    recorded = {name: Repeated(call, runtime) for name, call in ways.items()}
+    for call in recorded.values():
+        for _ in range(5):
+            call()
+    each: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds):
+        for name, call in recorded.items():
+            each[name].append(seconds(call, times, str(runtime.device)) * 1e6)
+    return {name: round(statistics.median(values), 2) for name, values in each.items()}
+
+
+if __name__ == "__main__":
+    main()
