@@ -51,7 +51,8 @@ def _gram(
         out = parts_ptr + (tl.program_id(2) * tl.num_programs(1) + group) * points * points
         inside = (i < points)[:, None] & (j < points)[None, :]
         tl.store(out + i[:, None] * points + j[None, :], total, mask=inside)
-        tl.store(out + j[None, :] * points + i[:, None], total, mask=inside & (row != column))
+        if row < column:
+            tl.store(out + j[None, :] * points + i[:, None], total, mask=inside)
 
 
 @triton.jit
