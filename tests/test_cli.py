@@ -103,6 +103,7 @@ def test_a_set_kept_on_the_way_has_pictures_and_exports_of_its_own(capsys, tmp_p
     for run_or_set, ending in ((folder, ""), (kept, "-step-2")):
         for words, name in (
             (["show"], f"images{ending}.png"),
+            (["show", "--decoded"], f"decoded{ending}.png"),
             (["export", "--to", "imagefolder"], f"imagefolder{ending}"),
             (["export", "--to", "npz"], f"condensed{ending}.npz"),
         ):

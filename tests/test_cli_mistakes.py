@@ -73,6 +73,7 @@ def test_mistakes_about_a_finished_run(capsys, finished, tmp_path):
     assert "unknown protocol" in fails(capsys, "evaluate", finished, "--protocol", "papers")
     assert "repeats=0" in fails(capsys, "evaluate", finished, "--repeats", 0)
     assert "split 'val': no part of digits was held out" in fails(capsys, "evaluate", finished, "--split", "val")
+    assert "give one of them" in fails(capsys, "evaluate", finished, "--net", "convnet2", "--nets", "convnet3")
     assert "allowed endings" in fails(capsys, "show", finished, "--out", tmp_path / "x.gif")
     assert "unknown export format" in fails(capsys, "export", finished, "--to", "jpg")
     assert "allowed are 1" in fails(capsys, "show", finished, "--most", 0)
