@@ -256,11 +256,15 @@ def test_soft_results_stand_in_columns_of_their_own(tiny, tmp_path, hard, soft):
 
 def test_the_command(capsys, tiny_file, tmp_path):
     run = tmp_path / "run"
-    assert command(capsys, "condense", tiny_file, "--method", "random", "--ipc", 2, "--out", run)[0] == 0
+    assert command(capsys, "condense", tiny_file, "--method", "random", "--ipc", 2, "--net", NET, "--out", run)[0] == 0
     before = (run / RunFolder.CONDENSED).read_bytes()
     options = ["--teacher", NET, "--teachers", 2, "--epochs", 1, "--temperature", 3, "--seed", 4]
     code, out, _ = command(capsys, "relabel", run, *options)
-    assert code == 0 and "6 images labelled by 2 convnet2:width=8" in out and f"m3d evaluate {run}-soft" in out
+    assert (
+        code == 0
+        and "6 images labelled by 2 convnet2:width=8" in out
+        and f"m3d evaluate {run}-soft --net {NET}\n" in out
+    )
     assert "4,608 bytes of pixels + 120 bytes of labels" in out
     made = CondensedSet.load(tmp_path / "run-soft")
     assert Teachers.of(made) == Teachers(NET, 2, 1, 3.0, 4) and (run / RunFolder.CONDENSED).read_bytes() == before

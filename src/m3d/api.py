@@ -175,22 +175,28 @@ def evaluate(
     folder, as ``m3d evaluate`` does, where ``m3d compare`` finds it; a long evaluation is checkpointed there.
     """
     _known("evaluate", options, [*_keywords(evaluate_set), "epochs", "batch", "keep", "device", "precision"])
-    if keep and isinstance(run, CondensedSet):
-        raise M3DError("keep=True needs the folder of a run to write to; give that instead of a set")
     if isinstance(protocol, str):
         protocol = make_protocol(protocol, epochs=epochs, batch=batch)
     elif epochs is not None or batch is not None:
         raise M3DError(f"epochs={epochs}, batch={batch} beside a protocol that has its own; give its name instead")
+    folder, kept = _home(run) if keep else (None, {})
     condensed = run if isinstance(run, CondensedSet) else CondensedSet.load(run)
     dataset = data if isinstance(data, Dataset) else load_source(condensed, data)
-    folder, kept = home_of(Path(run)) if keep and not isinstance(run, CondensedSet) else (None, {})
-    if keep and folder is None:
-        raise M3DError(f"keep=True: {str(run)!r} lies in no run folder that can be written to")
     options = {"folder": folder, **options}
     result = evaluate_set(condensed, dataset, protocol=protocol, runtime=Runtime.choose(device, precision), **options)
     if folder is not None:
         folder.add_result({**result.as_record(), **kept})
     return result
+
+
+def _home(run: str | Path | CondensedSet) -> tuple[RunFolder, dict[str, str]]:
+    """Where a result is kept, and what it says of the set beside its run's."""
+    if isinstance(run, CondensedSet):
+        raise M3DError("keep=True needs the folder of a run to write to; give that instead of a set")
+    folder, kept = home_of(Path(run))
+    if folder is None:
+        raise M3DError(f"keep=True: {str(run)!r} lies in no run folder that can be written to")
+    return folder, kept
 
 
 def _known(what: str, options: Mapping[str, Any], allowed: Sequence[str]) -> None:

@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from m3d.costs import borrowing
 from m3d.data.classes import Dataset
 from m3d.errors import Interrupted, M3DError
 from m3d.method import Method
 from m3d.nets.flat import FlatNet
-from m3d.runtime import Repeated, Runtime, borrowing, out_of_memory, stop_politely
+from m3d.runtime import Repeated, Runtime, out_of_memory, stop_politely
 from m3d.shards import Shard
 from m3d.step import BLOCK, Step
 from m3d.store import RunFolder

@@ -234,27 +234,6 @@ def pick(buffer: Tensor, slot: Tensor) -> Tensor:
     return buffer.index_select(0, slot)[0]
 
 
-_borrowed: ContextVar[list[float] | None] = ContextVar("borrowed", default=None)
-
-
-@contextmanager
-def borrowing() -> Iterator[list[float]]:
-    """Collect the seconds of work that is taken from a cache in here: another run paid them, and they count all the
-    same, so that a run's cost does not depend on what was run before."""
-    found: list[float] = []
-    token = _borrowed.set(found)
-    try:
-        yield found
-    finally:
-        _borrowed.reset(token)
-
-
-def borrow(seconds: float) -> None:
-    """Say that work of so many seconds was taken from a cache."""
-    if (found := _borrowed.get()) is not None:
-        found.append(seconds)
-
-
 _deadline: ContextVar[float | None] = ContextVar("deadline", default=None)  # of time.monotonic()
 
 

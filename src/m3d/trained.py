@@ -21,12 +21,13 @@ from torch import Tensor
 from m3d import rng
 from m3d.augment import Augment
 from m3d.batches import Images
+from m3d.costs import borrow
 from m3d.data.classes import Dataset
 from m3d.errors import Interrupted, M3DError
 from m3d.files import read_checked, write_checked
 from m3d.nets import make_net
 from m3d.nets.flat import FlatNet
-from m3d.runtime import Runtime, borrow, stop_politely
+from m3d.runtime import Runtime, stop_politely
 from m3d.shards import Ranks
 from m3d.train import Recipe, Trainer
 

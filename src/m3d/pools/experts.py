@@ -21,12 +21,13 @@ from torch import Tensor
 
 from m3d import rng
 from m3d.batches import Images
+from m3d.costs import borrow
 from m3d.data.classes import Dataset
 from m3d.errors import Interrupted, M3DError
 from m3d.files import read_checked, read_json, read_row, write_checked, write_json
 from m3d.nets.flat import FlatNet
 from m3d.pools import LivePool, World
-from m3d.runtime import Runtime, borrow, stop_politely
+from m3d.runtime import Runtime, stop_politely
 from m3d.shards import Ranks
 from m3d.train import Recipe, Trainer
 from m3d.trained import cache_folder
