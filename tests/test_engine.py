@@ -224,6 +224,10 @@ def test_the_papers_settings_are_the_defaults():
     for shape, (factor, lr) in shapes.items():
         method = make_method("m3d", Task("x", shape, 10, 10), {})[0]
         assert method.tiles == Tiles(factor) and method.matching.player.lr == lr
+    for ipc, factor in ((1, 2), (9, 2), (10, 1), (50, 1)):  # found on held-out data
+        method, options = make_method("m3d", Task("fashion-mnist", (1, 28, 28), 10, ipc), {})
+        assert method.tiles == Tiles(factor) and options["augment"] == str(method.matching.augment) == "color+crop"
+        assert method.matching.player.lr == ipc
     kernels = {"linear": 5.2e-2, "polynomial": 6.5e-5}
     for name, lr in kernels.items():
         player = make_method("m3d", Task("cifar10", (3, 32, 32), 10, 10), {"kernel": name})[0].matching.player

@@ -23,6 +23,13 @@ from m3d.step import Step
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
+@pytest.fixture(autouse=True)
+def whole_float32():
+    """The library's convolutions, which ours are compared with, would round to TF32 on a GPU."""
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        yield
+
+
 def tensor(*shape, seed=0, scale=1.0, offset=0.0):
     values = torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale + offset
     return values.to(DEVICE).requires_grad_()

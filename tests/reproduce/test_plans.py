@@ -31,8 +31,8 @@ NAMES = {
     "kernel",
     "images",
 }
-CELLS = {"lowres": 307, "moments": 5, "imagenet": 24, "cross-arch": 24, "compat": 8, "motivation": 4, "steps": 24}
-CELLS |= {"methods": 104, "beyond": 79, "ipm": 7, "kernel": 15, "images": 36}
+CELLS = {"lowres": 312, "moments": 5, "imagenet": 24, "cross-arch": 24, "compat": 8, "motivation": 4, "steps": 24}
+CELLS |= {"methods": 104, "beyond": 83, "ipm": 7, "kernel": 15, "images": 36}
 
 
 def run(capsys, *arguments) -> tuple[int, str, str]:
@@ -144,7 +144,7 @@ def test_wrong_names(capsys, name, message):
 
 def test_cells_by_pattern(capsys, tmp_path):
     cells = PLANS["lowres"].cells
-    assert len(select(cells, "*/m3d")) == 17 and len(select(cells, "cifar10/*/m3d/seed0")) == 3
+    assert len(select(cells, "*/m3d")) == 19 and len(select(cells, "cifar10/*/m3d/seed0")) == 3
     assert len(select(cells, "cifar10/10/dm")) == 1 and len(select(cells, "cifar10/10/dm@dsa")) == 1
     assert {c.sources[0].data for c in select(cells, "svhn")} == {"svhn"}
     with pytest.raises(M3DError, match=r"unknown cell 'cifar10/10/m4d'. Did you mean 'cifar10/10/m3d'"):
@@ -224,3 +224,15 @@ def test_estimates_are_the_measured_figures_and_grow_with_the_work():
 )
 def test_epochs_of_the_imagenet_protocol(images, classes, epochs):
     assert imagenet_epochs(images, classes) == epochs
+
+
+def test_the_pictures_of_a_factor_are_made_with_it():
+    """A set that is shared with other tables names no factor: then the method's own must be the one shown."""
+    from m3d.reproduce.runner import todays_settings
+
+    compared = 0
+    for cell in PLANS["images"].cells:
+        shown = int(cell.key.split("/")[2].partition("-factor")[2])
+        assert todays_settings(cell.sources[0])["factor"] == shown, cell.key
+        compared += 1
+    assert compared == 36

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from m3d.grid.cells import Value
-from m3d.reproduce.cells import FACTS, Column, Plan, Row, Table, one_set
+from m3d.reproduce.cells import FACTS, SEVERAL_SEEDS, Column, Plan, Row, Table, one_set
 
 _DATA = ("cifar10", "cifar100", "svhn", "fashion-mnist", "mnist")
 _IPCS = (1, 10, 50)
@@ -16,7 +16,7 @@ _RIVALS: tuple[tuple[str, str, tuple[tuple[str, Value], ...]], ...] = (
     ("NCFM", "ncfm", ()),
     ("IDC", "idc", _CUT),
 )
-_SEVERAL = ("m3d+", "m3d")  # with three seeds at CIFAR-10, IPC 10
+_SEVERAL = ("m3d+", "m3d")  # with three seeds in some rows
 
 
 def beyond() -> Plan:
@@ -25,7 +25,7 @@ def beyond() -> Plan:
         one_set(data, ipc, method, method, row=row, column=label, options=options, seed=seed)
         for label, method, options in _RIVALS
         for data, ipc, row in places
-        for seed in ((0, 1, 2) if row == "cifar10/10" and method in _SEVERAL else (0,))
+        for seed in ((0, 1, 2) if row in SEVERAL_SEEDS and method in _SEVERAL else (0,))
     )
     rows = tuple(Row(row, (FACTS[data].title, str(ipc))) for data, ipc, row in places)
     names = [label for label, _, _ in _RIVALS]

@@ -122,6 +122,8 @@ def factor(source: Source) -> int:
         return 1
     if FACTS[source.data].shape[1] >= 128:
         return 3
+    if (source.method, source.data) == ("m3d", "fashion-mnist") and source.ipc >= 10:
+        return 1
     return 4 if (source.method, source.ipc) == ("m3d+", 1) else 2
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from m3d.grid.cells import Cell, Source, Value
 from m3d.reproduce.cells import FACTS, LOW, NO_FACTOR, Column, Plan, Row, Table, one_set
+from m3d.reproduce.cost import factor as own_factor
 
 
 def motivation() -> Plan:
@@ -88,8 +89,8 @@ def images() -> Plan:
         for factor in (1, 3 if large else 2):
             for label, method in (("initial", "random"), ("DM", "dm"), ("M3D", "m3d")):
                 plain: dict[str, Value] = {"factor": factor}
-                if (method, factor) in (("m3d", 2), ("m3d", 3), ("dm", 1), ("random", 1)):
-                    plain = {}  # the method's own: the set is shared with the other tables
+                if factor == own_factor(Source(data, ipc, method)):
+                    plain = {}  # the set is shared with the other tables
                 if large and method != "random":
                     plain |= {"steps": 1000}
                 options = tuple(sorted(plain.items()))
