@@ -7,7 +7,8 @@ from short import CPU, NET, method_of, run
 from m3d.errors import M3DError
 from m3d.methods import Task, make_method
 from m3d.nets import FlatNet, make_net
-from m3d.runtime import COMPILE_FROM, Runtime
+from m3d.registry import parse_spec
+from m3d.runtime import COMPILE_FROM, COMPILE_OWN_FROM, Runtime
 from m3d.step import Step
 
 
@@ -71,21 +72,31 @@ def test_records_say_what_part_of_a_device_a_run_had(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("method", "steps", "compiled"),
+    ("method", "network", "steps", "compiled"),
     [
-        ("m3d", COMPILE_FROM, True),
-        ("m3d", COMPILE_FROM - 1, False),
-        ("idc", 19_999, False),
-        ("idc", 20_000, True),
-        ("dsa", 10**6, False),
+        ("m3d", "convnet2:width=16", COMPILE_OWN_FROM, True),
+        ("m3d", "convnet2:width=16", COMPILE_OWN_FROM - 1, False),
+        ("m3d:augment=none", "convnet2:width=16", COMPILE_OWN_FROM - 1, False),
+        ("m3d:augment=rotate", "convnet2:width=16", COMPILE_FROM, True),
+        ("m3d", "convnet2:width=8", COMPILE_FROM, True),
+        ("m3d", "convnet2:width=8", COMPILE_FROM - 1, False),
+        ("datadam", "convnet2:width=16,norm=batch", COMPILE_FROM, True),
+        ("datadam", "convnet2:width=16", COMPILE_FROM, True),
+        ("idc", NET, 19_999, False),
+        ("idc", NET, 20_000, True),
+        ("dsa", NET, 10**6, False),
     ],
 )
-def test_a_step_is_compiled_where_that_pays(tiny, monkeypatch, method, steps, compiled):
-    """Gradients of gradients take long to compile: more steps must gain by it, and DSA's do not."""
+def test_a_step_is_compiled_where_that_pays(tiny, monkeypatch, method, network, steps, compiled):
+    """Later where our own kernels do most of it, not where a network, an augmentation or block maps keep them out.
+
+    Gradients of gradients take long to compile: more steps must gain by it, and DSA's do not.
+    """
     monkeypatch.setattr(Runtime, "compiles", lambda self, n, least=COMPILE_FROM: asked.append(n >= least))
     asked: list[bool] = []
-    built, _ = make_method(method, Task("tiny", tiny.shape, 3, 1), {"steps": steps, "batch_real": 2})
-    net = FlatNet(make_net(NET, tiny.shape, 3))
+    name, options = parse_spec(method)
+    built, _ = make_method(name, Task("tiny", tiny.shape, 3, 1), {**options, "steps": steps, "batch_real": 2})
+    net = FlatNet(make_net(network, tiny.shape, 3))
     Step(built, tiny, net, built.tiles.encode(built.init(tiny, built.tiles.cells, 0, CPU)), 0, CPU)
     assert asked == [compiled]
 

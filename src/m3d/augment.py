@@ -147,7 +147,7 @@ class Augment:
 
     def fits(self, images: Tensor) -> bool:
         """Whether one kernel can do all of it where there is a GPU."""
-        if not HAS_TRITON or not (self.always or self.one_of) or (self._between and images.requires_grad):
+        if not HAS_TRITON or self.empty or (self._between and images.requires_grad):
             return False
         from m3d.fused_augment import augment_fits
 
@@ -158,6 +158,11 @@ class Augment:
         from m3d.fused_augment import augment, augment_between
 
         return (augment_between if self._between else augment)(images, p.packed())
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing is done to images."""
+        return not (self.always or self.one_of)
 
     @property
     def _between(self) -> bool:

@@ -31,7 +31,10 @@ DEVICES = ("auto", "cpu", "cuda")
 PRECISIONS = ("auto", "fp16", "bf16", "tf32", "fp32")
 STEP_MODES = ("auto", "eager", "compile")
 _FP16_SCALE = 2.0**10
-COMPILE_FROM = 40_000  # steps on CUDA from which compiling pays: 4 to 6 s for 0.12 ms of each (LAB.md)
+# Steps on CUDA from which compiling pays (LAB.md): for a step of library operations, and for one that our own kernels
+# do most of, where 4 to 6 s more to begin with gain 0.12 ms of each.
+COMPILE_FROM = 6_000
+COMPILE_OWN_FROM = 40_000
 
 
 @dataclass(frozen=True)

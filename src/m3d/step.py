@@ -21,7 +21,7 @@ from m3d.method import Method
 from m3d.nets.flat import FlatNet
 from m3d.players import LivePlayer, Player
 from m3d.pools import World
-from m3d.runtime import COMPILE_FROM, Runtime, pick
+from m3d.runtime import COMPILE_FROM, COMPILE_OWN_FROM, Runtime, pick
 from m3d.shards import Shard
 from m3d.synth import Synthetic
 from m3d.types import Batch, Eyes, Reading
@@ -81,17 +81,25 @@ class Step(nn.Module):
         self.together = self.objective.across_classes or net.mixes_images  # whether classes must go through at once
         at_once = self.shard.at_once or _classes_at_once(data, matching.batch_real)
         self.chunk = classes if self.together else min(classes, at_once)
-        least = getattr(matching.probe, "compile_from", COMPILE_FROM)
+        usual = COMPILE_OWN_FROM if self._own_kernels() else COMPILE_FROM
+        least = getattr(matching.probe, "compile_from", usual)
         self._loss: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = self.loss
         if runtime.compiles(matching.steps, least):
             self._loss = torch.compile(self.own_loss(), dynamic=False)
             self._rehearse()
 
+    def _fused_network(self) -> bool:
+        reads_maps = getattr(self.matching.probe, "maps", True)  # which our kernels do not keep
+        return getattr(self.net.net, "fused", False) and not reads_maps
+
+    def _own_kernels(self) -> bool:
+        """Whether kernels of our own do most of a step where there is a GPU, which leaves a compiler little to gain."""
+        augment = self.matching.augment
+        return self._fused_network() and (augment.empty or augment.fits(self.synthetic.latent))
+
     def _rehearse(self) -> None:
         """Let another process compile our own kernels while this one compiles the step around them."""
-        reads_maps = getattr(self.matching.probe, "maps", True)  # which our kernels do not keep
-        fused = getattr(self.net.net, "fused", False) and not reads_maps
-        if self.runtime.device.type == "cuda" and fused and self.shard.ranks.alone:
+        if self.runtime.device.type == "cuda" and self._fused_network() and self.shard.ranks.alone:
             from m3d import rehearsal
 
             sizes = rehearsal.Sizes(self.chunk, self.matching.batch_real, self.subset)
