@@ -20,6 +20,12 @@ class Rival:
     options: dict[int, Options] = field(default_factory=dict)  # by IPC: where a run is cut short
     net: str = "convnet3"
     zca: bool = False
+    always: Options = ()  # settings at every size
+    variant: str = ""  # what its cells' names add to the method's, where it stands here twice
+
+    @property
+    def name(self) -> str:
+        return f"{self.method}-{self.variant}" if self.variant else self.method
 
 
 _QUARTERS = 4  # parts of a run that is cut short after which its set is kept
@@ -29,7 +35,8 @@ _RIVALS = (
     Rival("Random", "random", "dc"),
     Rival("M3D", "m3d", "paper"),
     Rival("DM", "dm", "dsa"),
-    Rival("DataDAM", "datadam", "datadam", net="convnet3:norm=batch"),
+    Rival("DataDAM", "datadam", "datadam", net="convnet3:norm=batch", zca=True, variant="zca"),
+    Rival("DataDAM, not whitened", "datadam", "datadam", net="convnet3:norm=batch", always=(("bounded", True),)),
     Rival("Herding", "herding", "dc"),
     Rival("K-Center", "k-center", "dc"),
     Rival("IDM", "idm", "idm", {1: (("steps", 2_000),), 10: (("steps", 5_000),)}),
@@ -55,7 +62,7 @@ def methods() -> Plan:
         "Paper: one protocol for all, ConvNet-3 with instance norm; it is IDC's and M3D's own, and M3D+, DANCE and "
         "NCFM are measured by it in both (their authors train for 1,500 epochs or more). Cut short: "
         + "; ".join(f"{r.label} at IPC {ipc}: {_told(o)}" for r in _RIVALS for ipc, o in r.options.items())
-        + ". MTT sees ZCA-whitened images in both columns."
+        + ". MTT and DataDAM see ZCA-whitened images in both columns."
     )
     rows = tuple(Row(rival.label, (rival.label,)) for rival in _RIVALS)
     table = Table("Every method under its own protocol and under one", ("method",), rows, columns, note)
@@ -74,9 +81,9 @@ def _on_the_way() -> tuple[list[Cell], Table]:
         rows.append(Row(row, (rival.label, str(ipc), f"{steps:,}", f"{replace(end.sources[0], options=()).steps:,}")))
         for quarter in range(1, _QUARTERS):
             at = quarter * end.sources[0].keep_every
-            key = f"cifar10/{ipc}/{rival.method}@{at}/seed0"
+            key = f"cifar10/{ipc}/{rival.name}@{at}/seed0"
             cells.append(replace(end, key=key, row=row, column=str(quarter), at=at, repeats=3))
-        cells.append(replace(end, key=f"cifar10/{ipc}/{rival.method}@{steps}/seed0", row=row, column=str(_QUARTERS)))
+        cells.append(replace(end, key=f"cifar10/{ipc}/{rival.name}@{steps}/seed0", row=row, column=str(_QUARTERS)))
     columns = tuple(Column(label, str(quarter)) for quarter, label in enumerate(("¼", "½", "¾", "all"), 1))
     note = "Each under its own protocol; 3 networks on the way, 10 at the end."
     heads = ("method", "IPC", "steps", "published")
@@ -84,10 +91,11 @@ def _on_the_way() -> tuple[list[Cell], Table]:
 
 
 def _cell(rival: Rival, ipc: int, which: str, protocol: str, net: str) -> Cell:
-    source = Source("cifar10", ipc, rival.method, rival.options.get(ipc, ()), rival.net, zca=rival.zca)
-    if source.options:
+    cut = rival.options.get(ipc, ())
+    source = Source("cifar10", ipc, rival.method, tuple(sorted((*rival.always, *cut))), rival.net, zca=rival.zca)
+    if cut:
         source = replace(source, keep_every=source.steps // _QUARTERS)
-    key = f"cifar10/{ipc}/{rival.method}@{which}/seed0"
+    key = f"cifar10/{ipc}/{rival.name}@{which}/seed0"
     return Cell(key, rival.label, f"{ipc}, {which}", (source,), net=net, protocol=protocol)
 
 
