@@ -3,9 +3,11 @@
     python benchmarks/scaling.py                         # on the GPU, a few minutes
     python benchmarks/scaling.py --device cpu --small    # a check that it runs
     python benchmarks/scaling.py --memory-gib 24         # the same on a card with 24 GiB (a cap set in this process)
+    python benchmarks/scaling.py --only ImageNet         # one series, by the beginning of its name
 
-Each series varies one quantity around CIFAR-10 at 10 images per class. Writes benchmarks/results/scaling-DEVICE.json
-and a plot beside it.
+Each series varies one quantity around CIFAR-10 at 10 images per class, the last the classes of an ImageNet subset (224
+pixels, ResNetAP-10, factor 3). Writes benchmarks/results/scaling-DEVICE.json and a plot beside it, with --only under a
+name of their own.
 """
 
 from __future__ import annotations
@@ -22,18 +24,27 @@ from speed import RESULTS, our_step, random_dataset, seconds, wait
 from m3d.pictures import save_figure
 from m3d.runtime import Runtime
 
-SERIES: dict[str, list[dict[str, int]]] = {
+_IMAGENET = {"side": 224, "per_class": 200, "network": "resnetap10", "factor": 3}
+SERIES: dict[str, list[dict[str, Any]]] = {
     "classes": [{"classes": c} for c in (10, 20, 50, 100)],
     "images per class": [{"ipc": i} for i in (1, 10, 50)],
     "side in pixels": [{"side": s, "per_class": 200} for s in (32, 64, 128, 224)],
     "real images per class": [{"batch_real": b} for b in (32, 64, 128, 256, 512)],
     "classes at 50 images each": [{"classes": 100, "ipc": 50}],
+    "ImageNet subset, classes": [{**_IMAGENET, "classes": c} for c in (10, 20)],
 }
-SMALL: dict[str, list[dict[str, int]]] = {"classes": [{"classes": c, "batch_real": 4, "ipc": 1} for c in (2, 4)]}
+SMALL: dict[str, list[dict[str, Any]]] = {"classes": [{"classes": c, "batch_real": 4, "ipc": 1} for c in (2, 4)]}
 
 
 def measure(
-    runtime: Runtime, classes: int = 10, ipc: int = 10, side: int = 32, batch_real: int = 128, per_class: int = 1000
+    runtime: Runtime,
+    classes: int = 10,
+    ipc: int = 10,
+    side: int = 32,
+    batch_real: int = 128,
+    per_class: int = 1000,
+    network: str = "convnet3",
+    factor: int = 2,
 ) -> dict[str, Any]:
     """Milliseconds of a step and its peak memory for one setting; classes are halved as the engine would where they do
     not fit."""
@@ -42,10 +53,11 @@ def measure(
     if device.startswith("cuda"):
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    setting = {"classes": classes, "ipc": ipc, "side": side, "batch_real": batch_real}
+    setting: dict[str, Any] = {"classes": classes, "ipc": ipc, "side": side, "batch_real": batch_real}
+    setting |= {"network": network, "factor": factor}
     chunk = classes
     while True:
-        step = our_step(data, ipc, runtime, chunk=chunk, batch_real=batch_real, factor=2)
+        step = our_step(data, ipc, runtime, chunk, network=network, batch_real=batch_real, factor=factor)
         try:
             for _ in range(6):
                 step()
@@ -69,6 +81,7 @@ def plot(series: dict[str, list[dict[str, Any]]], title: str, path: Path) -> Non
         "images per class": "ipc",
         "side in pixels": "side",
         "real images per class": "batch_real",
+        "ImageNet subset, classes": "classes",
     }
     for k, name in enumerate(names):
         axes = figure.add_subplot(1, len(names), k + 1)
@@ -102,6 +115,7 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--memory-gib", type=float, default=None, help="let this process use no more than this")
+    parser.add_argument("--only", default="", help="series whose names begin so")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     runtime = Runtime.choose(
@@ -110,15 +124,20 @@ def main() -> None:
     if options.memory_gib is not None:
         total = torch.cuda.get_device_properties(runtime.device).total_memory
         torch.cuda.set_per_process_memory_fraction(options.memory_gib * 2**30 / total)
+    label = f"scaling-{runtime.device.type}" + (f"-{options.memory_gib:g}gib" if options.memory_gib else "")
+    label += f"-{options.only.lower().replace(' ', '-')}" if options.only else ""
+    planned = SMALL if options.small else SERIES
+    chosen = {name: settings for name, settings in planned.items() if name.startswith(options.only)}
+    if not chosen:
+        parser.error(f"no series begins with {options.only!r}; allowed: {', '.join(planned)}")
     series: dict[str, list[dict[str, Any]]] = {}
     with runtime.active():
-        for name, settings in (SMALL if options.small else SERIES).items():
+        for name, settings in chosen.items():
             series[name] = []
             for setting in settings:
                 point = measure(runtime, **setting)
                 series[name].append(point)
                 print(name, point, flush=True)
-    label = f"scaling-{runtime.device.type}" + (f"-{options.memory_gib:g}gib" if options.memory_gib else "")
     options.out.mkdir(parents=True, exist_ok=True)
     report = {**runtime.describe(), "memory_gib": options.memory_gib, "series": series}
     (options.out / f"{label}.json").write_text(json.dumps(report, indent=2) + "\n")

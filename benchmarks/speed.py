@@ -59,13 +59,19 @@ def seconds(call: Callable[[], Any], times: int, device: str) -> float:
 
 
 def our_step(
-    data: Dataset, ipc: int, runtime: Runtime, chunk: int | None = None, name: str = "m3d", **options: Any
+    data: Dataset,
+    ipc: int,
+    runtime: Runtime,
+    chunk: int | None = None,
+    name: str = "m3d",
+    network: str | None = None,
+    **options: Any,
 ) -> Callable[[], None]:
-    """A step of method ``name`` as the engine takes it, ``chunk`` classes at a time: from its draws and the refill of
-    its encoder to the training of the encoder, where there is some."""
+    """A step of method ``name`` as the engine takes it, ``chunk`` classes at a time, through ``network`` or the
+    method's own: from its draws and the refill of its encoder to the training of the encoder, where there is some."""
     method, _ = make_method(name, Task(data.name, data.shape, data.classes, ipc), options)
     assert method.matching is not None
-    net = FlatNet(make_net(method.network, data.shape, data.classes), runtime.device)
+    net = FlatNet(make_net(network or method.network, data.shape, data.classes), runtime.device)
     pixels = method.tiles.encode(method.init(data, ipc * method.tiles.cells, 0, runtime))
     step = Step(method, data, net, pixels, 0, runtime)
     step.chunk = chunk or step.chunk
