@@ -42,8 +42,7 @@ def measure(name: str, data: Dataset, ipc: int, runtime: Runtime, small: bool) -
         precision = make_method(name, Task(data.name, data.shape, data.classes, ipc), options)[0].gpu_precision
         runtime = replace(runtime, precision=precision)
         torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    with runtime.active():
+    with runtime.active(), runtime.counting_memory():
         began = time.perf_counter()
         call = our_step(data, ipc, runtime, name=name, **options)
         first = seconds(call, 1 if small else 6, device)  # libraries choose, the step is recorded

@@ -8,6 +8,7 @@ arithmetic is M3D's own (Gaussian kernel over five bandwidths, factor 2, momentu
 
 from __future__ import annotations
 
+import math
 import random
 
 import torch
@@ -42,24 +43,51 @@ class EndlessClassSampler:
         return torch.stack([self.images[i] for i in chosen])
 
 
-def augment(x: Tensor, siamese: bool = True) -> Tensor:
-    """Brightness, saturation, contrast, crop by padding and indexing, cutout by indexing; one draw for the whole batch
-    (``siamese``) or one per image."""
+def augment(x: Tensor) -> Tensor:
+    """In matching: brightness, saturation, contrast, crop by padding and indexing, cutout by indexing, one draw for the
+    whole batch."""
     n, _, h, _ = x.shape
 
     def draw(*shape: int) -> Tensor:
         u = torch.rand(n, *shape, device=x.device)
-        if siamese:
-            u[:] = u[0].clone()
+        u[:] = u[0].clone()
         return u
 
-    x = x + (draw(1, 1, 1) - 0.5)
-    grey = x.mean(1, keepdim=True)
-    x = (x - grey) * (draw(1, 1, 1) * 2) + grey
-    level = x.mean((1, 2, 3), keepdim=True)
-    x = (x - level) * (draw(1, 1, 1) + 0.5) + level
+    x = colour(x, draw(1, 1, 1), draw(1, 1, 1), draw(1, 1, 1))
     x = crop(x, (draw(2) * 9).long() - 4)
     return cutout(x, (draw(2) * (h + 1)).long() - h // 4)
+
+
+def augment_training(x: Tensor) -> Tensor:
+    """In training: mirrored half of the time, the colours, and one of crop, scale and rotate drawn for the batch; each
+    image has its own numbers. No cutout, for there is CutMix."""
+    n = len(x)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.rand(n, *shape, device=x.device)
+
+    x = torch.where(draw(1, 1, 1) < 0.5, x.flip(3), x)
+    x = colour(x, draw(1, 1, 1), draw(1, 1, 1), draw(1, 1, 1))
+    which = random.choice(("crop", "scale", "rotate"))
+    if which == "crop":
+        return crop(x, (draw(2) * 9).long() - 4)
+    turn = torch.zeros(n, 2, 3, device=x.device)
+    if which == "scale":
+        turn[:, 0, 0], turn[:, 1, 1] = (draw() * (1.2 - 1 / 1.2) + 1 / 1.2 for _ in range(2))
+    else:
+        angle = (draw() - 0.5) * 2 * 15 / 180 * math.pi
+        turn[:, 0, 0], turn[:, 0, 1] = torch.cos(angle), -torch.sin(angle)
+        turn[:, 1, 0], turn[:, 1, 1] = torch.sin(angle), torch.cos(angle)
+    grid = functional.affine_grid(turn, list(x.shape), align_corners=True)
+    return functional.grid_sample(x, grid, align_corners=True)
+
+
+def colour(x: Tensor, brightness: Tensor, saturation: Tensor, contrast: Tensor) -> Tensor:
+    x = x + (brightness - 0.5)
+    grey = x.mean(1, keepdim=True)
+    x = (x - grey) * (saturation * 2) + grey
+    level = x.mean((1, 2, 3), keepdim=True)
+    return (x - level) * (contrast + 0.5) + level
 
 
 def cutout(x: Tensor, corner: Tensor) -> Tensor:
@@ -152,7 +180,7 @@ def public_epoch(
         chosen = order[first : first + 64]
         x = torch.stack([images[i] for i in chosen])
         y = torch.tensor([labels[i] for i in chosen]).to(device)
-        x = augment((x - mean) / std, siamese=False)
+        x = augment_training((x - mean) / std)
         if random.random() < 0.5:
             share = torch.distributions.Beta(1.0, 1.0).sample().item()
             partner = torch.randperm(len(x), device=device)

@@ -13,6 +13,7 @@ name of their own.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,7 @@ def measure(
     device = str(runtime.device)
     data = random_dataset(classes, max(per_class, 4 * ipc), side, device)
     if device.startswith("cuda"):
+        gc.collect()  # the setting before holds its memory in cycles
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     setting: dict[str, Any] = {"classes": classes, "ipc": ipc, "side": side, "batch_real": batch_real}

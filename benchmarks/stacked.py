@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--epochs", type=int, default=None)
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--out", type=Path, default=RESULTS / "stacked-cuda.json")
+    parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args()
     condensed = m3d.CondensedSet.load(options.run)
     data, runtime = load_source(condensed), Runtime.choose(options.device)
@@ -66,8 +66,9 @@ def main() -> None:
             values, spent = accuracies(train, test, net, options.repeats, at_once, options.epochs, runtime)
             report[name] = {"mean": statistics.fmean(values), "accuracies": values, "seconds": spent}
             print(f"{name}: {statistics.fmean(values):.2f} %, {spent:.1f} s", flush=True)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(report, indent=2) + "\n")
+    out = options.out or RESULTS / f"stacked-{device.type}.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(report, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -8,11 +8,13 @@ from toys import make_dataset
 pytest.importorskip("triton", reason="Triton is not installed (the dev extra has it)")
 
 from m3d.augment import UNIFORMS, Augment, Parameters
+from m3d.engine import condense
 from m3d.fused_augment import augment
 from m3d.fused_mmd import _gram_of
 from m3d.kernels import Gaussian, Kernel, Linear, gaussian
 from m3d.methods import Task, make_method
 from m3d.nets import FlatNet, make_net
+from m3d.nets.convnet import ConvNet
 from m3d.nets.fused_norm import norm_fits, norm_relu_pool
 from m3d.nets.fused_stem import stem, stem_fits
 from m3d.nets.grouped import conv_each
@@ -291,27 +293,55 @@ def test_kernels_that_only_the_interpreter_runs_here_compile_for_a_gpu(tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="tests/gpu compares whole runs")
-def test_a_whole_step(monkeypatch):
-    """Losses and the images' gradient of a step in which every fused kernel takes part, against the plain one."""
-    data = make_dataset(classes=3, per_class=12, shape=(3, 8, 8))
-    method = make_method("m3d", Task("tiny", data.shape, 3, 1), {"batch_real": 5, "factor": 2})[0]
-    net = FlatNet(make_net("convnet2:width=16", data.shape, 3))
-    runtime = Runtime.choose("cpu")
-    pixels = method.tiles.encode(method.init(data, 4, 0, runtime))
+def fuse_everything(monkeypatch) -> list[str]:
+    """Let every fused kernel take part, by the interpreter. The list fills with the names of those that do."""
+    calls: list[str] = []
 
-    def taken():
-        step = Step(method, data, net, pixels, 0, runtime)
-        step.refill(0)
-        step.pool.draw(0)
-        loss = step.loss(step.lanes, step.real_index[0], step.syn_index[0], step.augmentation[0])
-        return loss.detach(), *torch.autograd.grad(loss.sum(), step.synthetic.latent)
+    def stacked(self, p, images, dtype, maps=False):
+        return self._fused(p, images, dtype)
 
-    plain, calls = taken(), []
     monkeypatch.setattr(Augment, "apply", lambda self, *given: calls.append("augment") or self.fused(*given))
     monkeypatch.setattr(Gaussian, "mmd2", lambda self, *given: calls.append("mmd") or self.fused_mmd2(*given))
-    network = type(net.net)
-    monkeypatch.setattr(network, "stacked", lambda self, p, x, dtype, maps=False: self._fused(p, x, dtype))
-    for fused, expected in zip(taken(), plain, strict=True):
-        torch.testing.assert_close(fused, expected, rtol=1e-4, atol=1e-6)
-    assert calls == ["augment", "augment", "mmd"]
+    monkeypatch.setattr(ConvNet, "stacked", stacked)
+    return calls
+
+
+def m3d_of(data, **options):
+    method = make_method("m3d", Task("tiny", data.shape, 3, 1), {"batch_real": 5, "factor": 2, **options})[0]
+    return method, FlatNet(make_net("convnet2:width=16", data.shape, 3)), Runtime.choose("cpu")
+
+
+def a_step(data):
+    """Losses of the first step and the images' gradient."""
+    method, net, runtime = m3d_of(data)
+    step = Step(method, data, net, method.tiles.encode(method.init(data, 4, 0, runtime)), 0, runtime)
+    step.refill(0)
+    step.pool.draw(0)
+    loss = step.loss(step.lanes, step.real_index[0], step.syn_index[0], step.augmentation[0])
+    return loss.detach(), *torch.autograd.grad(loss.sum(), step.synthetic.latent)
+
+
+def a_run(data):
+    """The set of a run of four steps through two encoders, and its losses."""
+    method, net, runtime = m3d_of(data, steps=4, ipm=2, lr=0.5)
+    outcome = condense(method, data, net, 1, 0, runtime)
+    return outcome.pixels, torch.tensor(outcome.losses)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="tests/gpu compares whole runs")
+@pytest.mark.parametrize(("work", "augmented", "compared"), [(a_step, 2, 1), (a_run, 8, 4)])
+def test_with_every_kernel_as_without(monkeypatch, work, augmented, compared):
+    """A step, and a short run, against the plain ones."""
+    data = make_dataset(classes=3, per_class=12, shape=(3, 8, 8))
+    plain = work(data)
+    calls = fuse_everything(monkeypatch)
+    for fused, expected in zip(work(data), plain, strict=True):
+        torch.testing.assert_close(fused, expected, rtol=1e-4, atol=1e-5)
+    assert (calls.count("augment"), calls.count("mmd")) == (augmented, compared)
+
+
+def test_a_network_of_one_block_is_left_to_the_library():
+    """Its first block's maps are its representation, which is never rounded."""
+    assert not make_net("convnet1:width=16", (3, 8, 8), 3).fused and make_net("convnet2:width=16", (3, 8, 8), 3).fused
+    many = torch.empty(1, 1, 1, 4100, 4100, device="meta")
+    assert not Augment.parse("crop").fits(many) and Augment.parse("crop").fits(many[..., :4000])

@@ -30,6 +30,20 @@ def test_global_switches_are_put_back():
     assert before == after
 
 
+def test_memory_is_counted_from_the_beginning_of_the_outermost_work(monkeypatch):
+    began: list[str] = []
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: began.append(str(device)))
+    gpu = Runtime(torch.device("cuda"), "bf16")
+    with gpu.counting_memory(), gpu.counting_memory():  # a set judged while it is made
+        pass
+    assert began == ["cuda"]
+    with pytest.raises(ValueError, match="broken"), gpu.counting_memory():
+        raise ValueError("broken")
+    with gpu.counting_memory(), CPU.counting_memory():
+        pass
+    assert began == ["cuda"] * 3
+
+
 def test_only_fp16_scales_its_losses():
     half, other = Runtime(torch.device("cuda"), "fp16"), Runtime(torch.device("cuda"), "bf16")
     assert (half.dtype, half.loss_scale) == (torch.float16, 1024.0)

@@ -103,7 +103,7 @@ def test_trainer_equals_a_plain_loop_with_the_same_draws(fresh_momentum):
 
 
 def test_stacked_networks_equal_single_ones():
-    """20 steps of three networks in one pass, as on a GPU, against the same three alone: equal to 1e-6."""
+    """21 steps of three networks in one pass, as on a GPU, against the same three alone: equal to 1e-6."""
     together = trainer(RECIPE, repeats=3)
     together.at_once = 3
     together.run(7)

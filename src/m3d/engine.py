@@ -191,13 +191,14 @@ class _Run:
         self.step += 1
 
     def _take_fewer_classes(self, error: RuntimeError) -> None:
-        """Half as many classes at a time. Memory runs out before anything moved, so the step is simply tried again."""
+        """Half as many classes at a time. Memory runs out where activations are made, before anything moved, so the
+        step is simply tried again."""
         if self.state.chunk == 1 or self.state.together:
             raise M3DError(
                 f"step {self.step} does not fit into memory with {self.state.chunk} class(es) at a time; "
                 f"lower --batch-real, --ipc or --size"
             ) from error
-        self.state.chunk = -(-self.state.chunk // 2)
+        self.state.take_fewer_classes()
         log.warning("not enough memory: %d classes at a time from here on", self.state.chunk)
         if self.runtime.device.type == "cuda":
             torch.cuda.empty_cache()

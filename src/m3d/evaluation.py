@@ -280,8 +280,20 @@ class _Settings:
 def _train_and_test(
     pixels: torch.Tensor, labels: torch.Tensor, data: Dataset, source: dict[str, Any], settings: _Settings
 ) -> Result:
-    net, repeats, seed, split, saver = settings.net, settings.repeats, settings.seed, settings.split, settings.saver
     runtime = settings.runtime or Runtime.choose()
+    with runtime.counting_memory():
+        return _result(pixels, labels, data, source, settings, runtime)
+
+
+def _result(
+    pixels: torch.Tensor,
+    labels: torch.Tensor,
+    data: Dataset,
+    source: dict[str, Any],
+    settings: _Settings,
+    runtime: Runtime,
+) -> Result:
+    net, repeats, seed, split, saver = settings.net, settings.repeats, settings.seed, settings.split, settings.saver
     protocol = make_protocol(settings.protocol) if isinstance(settings.protocol, str) else settings.protocol
     if repeats < 1:
         raise M3DError(f"repeats={repeats} is not valid; allowed: 1 and more")

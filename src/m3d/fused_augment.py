@@ -35,7 +35,8 @@ _HOLE, _HOLE_SIDE = tl.constexpr(9), tl.constexpr(11)
 
 def augment_fits(images: Tensor) -> bool:
     """Whether ``augment`` takes these images [G, n, ch, h, w]."""
-    return images.dtype == torch.float32 and images.shape[2] <= _MOST_CHANNELS
+    exact = images.shape[3] * images.shape[4] <= 2**24  # pixels that float32 can number
+    return images.dtype == torch.float32 and images.shape[2] <= _MOST_CHANNELS and exact
 
 
 @triton.jit

@@ -51,7 +51,8 @@ class Prepared:
     def together(self) -> Iterator[None]:
         """On this process's own device, in company of the other processes of the run."""
         self.runtime = self.ranks.place(self.runtime)
-        with self.ranks.together(self.runtime, json.dumps([self.request, self.data.train.fingerprint], default=str)):
+        same = json.dumps([self.request, self.data.train.fingerprint], default=str)
+        with self.ranks.together(self.runtime, same), self.runtime.counting_memory():
             yield
 
     def go(self, folder: RunFolder | None, report: Callable[[Progress], None] | None) -> CondensedSet:

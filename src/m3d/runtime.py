@@ -32,9 +32,10 @@ PRECISIONS = ("auto", "fp16", "bf16", "tf32", "fp32")
 STEP_MODES = ("auto", "eager", "compile")
 _FP16_SCALE = 2.0**10
 # Steps on CUDA from which compiling pays (LAB.md): for a step of library operations, and for one that our own kernels
-# do most of, where 4 to 6 s more to begin with gain 0.12 ms of each.
+# do most of, where 6 to 13 s more to begin with gain 0.07 to 0.12 ms of each.
 COMPILE_FROM = 6_000
-COMPILE_OWN_FROM = 40_000
+COMPILE_OWN_FROM = 100_000
+_counting: ContextVar[bool] = ContextVar("counting", default=False)  # of memory
 
 
 @dataclass(frozen=True)
@@ -104,8 +105,23 @@ class Runtime:
         """Streams, recordings and our own kernels belong to the current device, so this one must be it."""
         return torch.cuda.device(self.device) if self.device.index is not None else nullcontext()
 
+    @contextmanager
+    def counting_memory(self) -> Iterator[None]:
+        """Let :meth:`peak_memory` count from here on; work inside work that is counted is part of it."""
+        if _counting.get():
+            yield
+            return
+        began = _counting.set(True)
+        try:
+            if self.device.type == "cuda":
+                gc.collect()  # earlier steps and trainers hold their memory in cycles
+                torch.cuda.reset_peak_memory_stats(self.device)
+            yield
+        finally:
+            _counting.reset(began)
+
     def peak_memory(self) -> int:
-        """Bytes of device memory in use at most so far; 0 on the CPU."""
+        """Bytes of device memory in use at most since counting began; 0 on the CPU."""
         return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0
 
     def describe(self) -> dict[str, Any]:

@@ -84,9 +84,16 @@ class Step(nn.Module):
         usual = COMPILE_OWN_FROM if self._own_kernels() else COMPILE_FROM
         least = getattr(matching.probe, "compile_from", usual)
         self._loss: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = self.loss
-        if runtime.compiles(matching.steps, least):
+        self._compiles = runtime.compiles(matching.steps, least)
+        if self._compiles:
             self._loss = torch.compile(self.own_loss(), dynamic=False)
             self._rehearse()
+
+    def take_fewer_classes(self) -> None:
+        """Half as many at a time from here on."""
+        self.chunk = -(-self.chunk // 2)
+        if self._compiles:  # anew: every size is another version, of which the compiler keeps few
+            self._loss = torch.compile(self.own_loss(), dynamic=False)
 
     def _fused_network(self) -> bool:
         reads_maps = getattr(self.matching.probe, "maps", True)  # which our kernels do not keep
@@ -192,13 +199,14 @@ class Step(nn.Module):
         self.objective.draw(self.number)
         losses: list[Tensor] = []
         gradients: tuple[Tensor, ...] = ()
+        scale = self.runtime.loss_scale
         for part in zip(*(torch.split(d, self.chunk) for d in draws), strict=True):
             loss = self._loss(*part)
-            found = torch.autograd.grad(loss.sum() * self.runtime.loss_scale, self.learned)
+            found = torch.autograd.grad(loss.sum() * scale, self.learned)
             gradients = tuple(a.add_(b) for a, b in zip(gradients, found, strict=True)) if gradients else found
             losses.append(loss.detach())
         for player, gradient in zip(self.players, gradients, strict=True):
-            player.step(gradient / self.runtime.loss_scale)
+            player.step(gradient if scale == 1 else gradient / scale)
         self.synthetic.project_()
         self.losses.index_copy_(0, self.slot, torch.cat(losses).expand(len(self.lanes))[None])
         self.slot.add_(1)

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -117,7 +118,7 @@ def test_fused_kernels_equal_the_plain_path_over_a_run(data, mode, monkeypatch):
         assert net.net.fused
         net.net.fused = fused
         for module in ("m3d.augment", "m3d.kernels"):
-            monkeypatch.setattr(f"{module}.HAS_TRITON", fused)
+            monkeypatch.setattr(f"{module}.has_kernels", partial(bool, fused))
         results.append(condense(method, data, net, 2, 0, Runtime.choose("cuda", "fp32", step_mode=mode)).pixels)
     assert (results[0] - results[1]).abs().max() < 2e-3
 
@@ -318,3 +319,13 @@ def test_a_rehearsal_compiles_the_kernels_that_a_run_launches(data, tmp_path, mo
     assert all(before.values())
     subprocess.run([sys.executable, "-c", script], check=True, cwd=Path(__file__).parents[1])
     assert compiled() == before
+
+
+def test_a_runs_peak_memory_is_its_own(data):
+    """Whatever the process did before: records of a small run after a large one do not carry the large one's peak."""
+    import m3d
+
+    large, small = (
+        m3d.condense(data, 1, "m3d", net=NET, device="cuda", steps=2, batch_real=n).manifest for n in (40, 2)
+    )
+    assert 0 < small["peak_memory"] < large["peak_memory"]

@@ -160,7 +160,6 @@ class Workshop:
         torch.compiler.reset()  # it gives up compiling after a few variants of one function, and each cell is another
         if self.runtime.device.type == "cuda":
             torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(self.runtime.device)
 
     def _folder(self, source: Source) -> RunFolder:
         return RunFolder(self.place.out / RUNS / set_name(source, self.overrides))

@@ -15,7 +15,7 @@ from m3d.nets.grouped import conv_each
 from m3d.nets.norms import Affine, BatchNorm, batch_norm
 from m3d.nets.single import wide
 from m3d.types import Seen
-from m3d.version import HAS_TRITON
+from m3d.version import has_kernels
 
 NormName = Literal["instance", "batch", "none"]
 _COLUMNS = 2**30  # values of neighbourhoods laid out at once, at most
@@ -98,7 +98,9 @@ class ConvNet(Stackable):
         return Seen(maps, features, torch.baddbmm(bias[:, None], features, weight.mT))
 
     def _fits(self) -> bool:
-        if not HAS_TRITON or not self.norms or self.batch_norm:  # the kernels know instance norm alone
+        if not has_kernels() or not self.norms or self.batch_norm:  # the kernels know instance norm alone
+            return False
+        if len(self.convs) == 1:  # the first block's maps may be rounded, the representation may not
             return False
         from m3d.nets.fused_norm import norm_fits
         from m3d.nets.fused_stem import stem_fits

@@ -93,7 +93,8 @@ def _stem_forward(
     image = tl.program_id(0).to(tl.int64)
     net = image // per_net
     channel, k = tl.arange(0, O), tl.arange(0, K)
-    weight = _weights(weight_ptr, net, INPUTS, K, O)
+    low = _weights(weight_ptr, net, INPUTS, K, O).to(patches_ptr.dtype.element_ty)
+    weight = low.to(tl.float32)  # the statistics are of what is multiplied, rounded as it is
     moments = tl.zeros([K, K], tl.float32)
     for first in range(0, PIXELS, 4 * Q):
         rows = _rows(patches_ptr, image, first, PIXELS, K, 4 * Q)
@@ -107,7 +108,6 @@ def _stem_forward(
     scale = tl.load(gain_ptr + net * O + channel) * rstd
     offset = tl.load(shift_ptr + net * O + channel) - mean * scale
     pooled: tl.constexpr = PIXELS // 4
-    low = weight.to(patches_ptr.dtype.element_ty)
     for first in range(0, pooled, Q):
         result = tl.zeros([Q, O], tl.float32)
         for corner in tl.static_range(4):
