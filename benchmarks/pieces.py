@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from m3d.nets.grouped import conv_each
 from m3d.runtime import Repeated, Runtime
-from m3d.version import HAS_TRITON
+from m3d.version import has_kernels
 
 Ways = dict[str, Callable[[], None]]
 
@@ -38,13 +38,28 @@ def convolution(side: int, nets: int, images: int, width: int, runtime: Runtime)
         low = weight.flatten(0, 1).to(dtype)
         return functional.conv2d(x.permute(0, 3, 1, 2), low, padding=1, groups=nets).permute(0, 2, 3, 1)
 
+    def apart(x: Tensor) -> Tensor:
+        return x.unflatten(3, (nets, width)).permute(3, 0, 4, 1, 2)  # [R, n, c, h, w]
+
+    def one(x: Tensor, weight: Tensor) -> Tensor:
+        return functional.conv2d(x, weight.to(dtype), padding=1)
+
+    def loop(x: Tensor, weight: Tensor) -> Tensor:
+        return torch.stack([one(a, w) for a, w in zip(apart(x), weight, strict=True)]).permute(1, 3, 4, 0, 2).flatten(3)
+
+    def mapped(x: Tensor, weight: Tensor) -> Tensor:
+        return torch.vmap(one)(apart(x), weight).permute(1, 3, 4, 0, 2).flatten(3)
+
     def way(convolve: Callable[[Tensor, Tensor], Tensor]) -> Callable[[], None]:
         def both() -> None:
             torch.autograd.grad(convolve(x, weight), (x, weight), direction)
 
         return both
 
-    return {"library": way(library), "ours": way(conv_each)}
+    expected = library(x, weight)
+    for other in (conv_each, loop, mapped):
+        torch.testing.assert_close(other(x, weight), expected, rtol=0.05, atol=0.05)
+    return {"library": way(library), "ours": way(conv_each), "loop": way(loop), "vmap": way(mapped)}
 
 
 def gram(classes: int, points: int, features: int, runtime: Runtime) -> Ways:
@@ -54,7 +69,7 @@ def gram(classes: int, points: int, features: int, runtime: Runtime) -> Ways:
     def library() -> None:
         x @ x.mT
 
-    if runtime.device.type != "cuda" or not HAS_TRITON:
+    if runtime.device.type != "cuda" or not has_kernels():
         return {"library": library}
     from m3d.fused_mmd import _gram_of
 

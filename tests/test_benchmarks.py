@@ -1,0 +1,36 @@
+"""The benchmark scripts still fit the library they measure; their numbers are not tested."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[1] / "benchmarks"
+
+
+def script(*words: str | Path) -> str:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run([sys.executable, *words], cwd=FOLDER, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+def test_every_script_can_be_loaded():
+    names = sorted(path.stem for path in FOLDER.glob("*.py"))
+    assert len(names) >= 10
+    script("-c", f"import importlib; [importlib.import_module(name) for name in {names}]")
+
+
+@pytest.mark.parametrize("name", ["pieces", "scaling", "demo"])
+def test_a_small_run(name, tmp_path):
+    pytest.importorskip("triton")
+    where = {"scaling": [tmp_path], "demo": [tmp_path / "out.json"]}.get(name, [])
+    words = ["--small", *([] if name == "demo" else ["--device", "cpu"]), *(["--out", *where] if where else [])]
+    assert script(f"{name}.py", *words).count("\n") >= 2
+    for file in tmp_path.glob("*.json"):
+        assert json.loads(file.read_text())["device"].startswith("cpu")
