@@ -21,8 +21,9 @@ def script(*words: str | Path) -> str:
 
 
 def test_every_script_can_be_loaded():
-    names = sorted(path.stem for path in FOLDER.glob("*.py"))
-    assert len(names) >= 10
+    made_once = {"make_digits"}  # the file it makes is in the package; it needs scikit-learn
+    names = sorted({path.stem for path in FOLDER.glob("*.py")} - made_once)
+    assert len(names) >= 9
     script("-c", f"import importlib; [importlib.import_module(name) for name in {names}]")
 
 
