@@ -324,7 +324,8 @@ def test_published_settings(tiny):
     assert milestones(2000) == (1200, 1600, 1800) and milestones(1) == (1, 1, 1)
 
 
-def test_every_option_arrives():
+@pytest.mark.parametrize("name", ["cafe", "cafe-dsa"])
+def test_every_option_arrives(name):
     given = {
         "steps": 100,
         "lr": 0.2,
@@ -342,7 +343,7 @@ def test_every_option_arrives():
         "init": "real",
         "bounded": False,
     }
-    method, resolved = make_method("cafe", Task("tiny", (3, 8, 8), 3, 2), given)
+    method, resolved = make_method(name, Task("tiny", (3, 8, 8), 3, 2), given)
     assert resolved == given
     matching = method.matching
     assert (matching.steps, matching.batch_real, method.init) == (100, 11, RandomReal())
@@ -350,11 +351,6 @@ def test_every_option_arrives():
     assert matching.objective.terms[0].early == 0.3 and matching.objective.terms[1].weights == [0.05]
     assert matching.augment == Augment(always=("crop",)) and not matching.bounded
     assert matching.pool == Watched(0.2, 0.1, 7, 8, window=5, queries=9, augment=Augment(always=("crop",)))
-    some = {k: given[k] for k in ("steps", "lr", "outer_max", "inner_max", "batch_real", "augment", "init", "bounded")}
-    augmented, resolved = make_method("cafe-dsa", Task("tiny", (3, 8, 8), 3, 2), some)
-    assert resolved == some and augmented.init == RandomReal() and not augmented.matching.bounded
-    assert augmented.matching.pool == Watched(0.04, 0.03, 7, 8, augment=Augment(always=("crop",)))
-    assert (augmented.matching.steps, augmented.matching.player.lr, augmented.matching.batch_real) == (100, 0.2, 11)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from torch.nn import functional
 from m3d.augment import Augment
 from m3d.engine import Watch, condense
 from m3d.errors import Interrupted, M3DError
-from m3d.methods import Task, make_method
+from m3d.methods import METHODS, Task, make_method
 from m3d.methods.dc import loops
 from m3d.nets import FlatNet, make_net
 from m3d.objectives import CosineRows, PowerDistance
@@ -245,3 +245,29 @@ def test_published_loops_and_settings(tiny):
         CPU,
     )
     assert {"pool.parameters_flat", "synthetic.latent", "_players.0.velocity"} <= set(step.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("name", "plain", "given"),
+    [
+        ("dsa", "dc", {"momentum": 0.25, "factor": 2, "outer": 3, "inner": 4, "batch_real": 5, "batch_syn_max": 6}),
+        ("idc-i", "idc", {"momentum": 0.25, "train_images": 64, "train_cutmix": 0.1, "batch_syn_max": 6, "factor": 1}),
+    ],
+)
+def test_a_variant_takes_what_its_method_takes(name, plain, given):
+    """Every option of the one is an option of the other, but for what the variant settles, and arrives there."""
+    task = Task("tiny", (3, 8, 8), 3, 2)
+    given = {"steps": 12, "lr": 0.3, "augment": "crop", "init": "noise", **given}
+    missing = set(METHODS.get(plain).options()) - set(METHODS.get(name).options())
+    assert missing <= {"factor"}
+    own = {key: value for key, value in given.items() if key not in missing}
+    (a, said), (b, _) = make_method(name, task, own), make_method(plain, task, given)
+    assert {key: said[key] for key in own} == own and (a.tiles, a.init) == (b.tiles, b.init)
+    for part in ("steps", "pool", "player", "augment", "batch_real", "batch_syn_max"):
+        assert getattr(a.matching, part) == getattr(b.matching, part), part
+
+
+def test_idc_matches_mnist_without_cutout_where_it_has_a_factor():
+    for data, options, augment in (("mnist", {}, "color+crop"), ("mnist", {"factor": 1}, "color+crop+cutout")):
+        assert make_method("idc", Task(data, (1, 28, 28), 10, 10), options)[1]["augment"] == augment
+    assert make_method("idc", Task("svhn", (3, 32, 32), 10, 10), {})[1]["augment"] == "color+crop+cutout"

@@ -86,7 +86,7 @@ def test_every_initialisation_gives_images_of_every_class(tiny, spec):
 
 
 def test_the_sweep_is_complete():
-    assert INITS.names() == ["herding", "k-center", "k-means", "noise", "real"]
+    assert INITS.names() == ["herding", "k-center", "k-means", "noise", "random", "real"]
 
 
 def test_wrong_requests_are_named(tiny):

@@ -159,6 +159,7 @@ def k_means(features: Tensor, count: int) -> Tensor:
 INITS: Registry[Init] = Registry("initialisation")
 
 
+@INITS.register("random")  # as the selection of that name
 @INITS.register("real")
 def _real() -> Init:
     """Different random real images of each class."""

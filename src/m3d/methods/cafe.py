@@ -7,7 +7,8 @@ bi-level optimisation: a network is trained on the synthetic images after each s
 has moved by more than λ₂, and replaced once it moved by less than λ₁ over ten steps. Images start from noise.
 
 ``cafe-dsa`` adds one augmentation per class and step, shared by both sides, and augmented training of the network, and
-starts from real images as DSA does (our choice: the public commands name no start, their default is ``init=noise``).
+starts from real images as DSA does (our choice: the public commands name no start, their default is ``init=noise``;
+in a small try it made little difference, LAB.md).
 
 Departures. The publication counts networks: 2,000 of them, the learning rate halved after 1,200, 1,600 and 1,800; how
 many steps that takes is known only afterwards: at least ten each, about twenty in short runs on CIFAR-10. Here the
@@ -98,8 +99,15 @@ def cafe_dsa(
     *,
     steps: int = 20_000,
     lr: float = 0.1,
+    momentum: float = 0.5,
+    early: float = 0.1,
+    discriminate: float = 0.01,
+    outer_stop: float = 0.04,
+    inner_stop: float = 0.03,
     outer_max: int = 100,
     inner_max: int = 50,
+    window: int = 10,
+    queries: int = 128,
     batch_real: int = 256,
     augment: str | None = None,
     init: str = "real",
@@ -112,8 +120,15 @@ def cafe_dsa(
         task,
         steps=steps,
         lr=lr,
+        momentum=momentum,
+        early=early,
+        discriminate=discriminate,
+        outer_stop=outer_stop,
+        inner_stop=inner_stop,
         outer_max=outer_max,
         inner_max=inner_max,
+        window=window,
+        queries=queries,
         batch_real=batch_real,
         augment=augment,
         init=init,

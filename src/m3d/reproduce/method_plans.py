@@ -62,7 +62,8 @@ def methods() -> Plan:
         "Paper: one protocol for all, ConvNet-3 with instance norm; it is IDC's and M3D's own, and M3D+, DANCE and "
         "NCFM are measured by it in both (their authors train for 1,500 epochs or more). Cut short: "
         + "; ".join(f"{r.label} at IPC {ipc}: {_told(o)}" for r in _RIVALS for ipc, o in r.options.items())
-        + ". MTT and DataDAM see ZCA-whitened images in both columns."
+        + " (CAFE's rate then falls after the same shares of fewer steps). MTT and DataDAM, but for the row that says "
+        "otherwise, see ZCA-whitened images in both columns."
     )
     rows = tuple(Row(rival.label, (rival.label,)) for rival in _RIVALS)
     table = Table("Every method under its own protocol and under one", ("method",), rows, columns, note)
