@@ -2,11 +2,13 @@
 
 import dataclasses
 import json
+import signal
 
 import pytest
 import torch
 
 import m3d
+from m3d.errors import Interrupted
 from m3d.method import Method
 from m3d.methods import METHODS, Task, make_method
 from m3d.nets import FlatNet, make_net
@@ -108,6 +110,22 @@ def test_what_is_left_to_the_method_is_told_and_makes_the_same_record(name, task
     assert unsaid <= ({"batch_syn"} if name == "mtt" else set())  # MTT without mini-batches: all images
     again, same = make_method(name, task, json.loads(json.dumps(told)))
     assert parts(again) == parts(method) and same == told
+
+
+@pytest.mark.parametrize("at", [1, 2])
+@pytest.mark.parametrize("name", [n for n in NAMES if METHODS.get(n).options().get("steps")])
+def test_a_run_stopped_after_any_step_goes_on_to_the_same_bits(name, at, tiny_file, tmp_path, monkeypatch):
+    monkeypatch.setattr("m3d.engine._REPORT_SECONDS", 0.0)
+    options = {**short(name), "steps": 3}
+    whole = m3d.condense(tiny_file, 2, name, net=NET, **options)
+
+    def stop(progress):
+        if progress.step == at:
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(Interrupted):
+        m3d.condense(tiny_file, 2, name, net=NET, out=tmp_path / "run", report=stop, **options)
+    assert m3d.resume(tmp_path / "run").fingerprint == whole.fingerprint
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if METHODS.get(n).options().get("steps")])
