@@ -14,23 +14,15 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from speed import RESULTS, our_step
+from speed import RESULTS, our_step, seconds
 
 from m3d.data import load_data
 from m3d.demo import NET, OPTIONS
 from m3d.runtime import Runtime
-
-
-def milliseconds(call: Callable[[], None], steps: int) -> float:
-    began = time.perf_counter()
-    for _ in range(steps):
-        call()
-    return (time.perf_counter() - began) / steps * 1e3
 
 
 def main() -> None:
@@ -57,13 +49,13 @@ def main() -> None:
         for (threads, precision, _), call, found in zip(ways, calls, rounds, strict=True):
             torch.set_num_threads(threads)
             with Runtime.choose("cpu", precision).active():
-                found.append(milliseconds(call, steps))
+                found.append(seconds(call, steps, "cpu") * 1e3)
     torch.set_num_threads(usual)
     rows: list[dict[str, Any]] = []
-    for (threads, precision, mode), seconds, found in zip(ways, ready, rounds, strict=True):
+    for (threads, precision, mode), first, found in zip(ways, ready, rounds, strict=True):
         row = {"threads": threads, "precision": precision, "mode": mode, "ms": statistics.median(found)}
-        rows.append({**row, "rounds_ms": found, "first_step_seconds": seconds})
-        print(f"{threads} threads, {precision}, {mode}: {row['ms']:.2f} ms a step, first step after {seconds:.1f} s")
+        rows.append({**row, "rounds_ms": found, "first_step_seconds": first})
+        print(f"{threads} threads, {precision}, {mode}: {row['ms']:.2f} ms a step, first step after {first:.1f} s")
     report = {**Runtime.choose("cpu").describe(), "cores": cores, "step": rows}
     given.out.parent.mkdir(parents=True, exist_ok=True)
     given.out.write_text(json.dumps(report, indent=2) + "\n")

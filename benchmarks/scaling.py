@@ -13,7 +13,6 @@ name of their own.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 from pathlib import Path
 from typing import Any
@@ -52,9 +51,7 @@ def measure(
     device = str(runtime.device)
     data = random_dataset(classes, max(per_class, 4 * ipc), side, device)
     if device.startswith("cuda"):
-        gc.collect()  # the setting before holds its memory in cycles
         torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
     setting: dict[str, Any] = {"classes": classes, "ipc": ipc, "side": side, "batch_real": batch_real}
     setting |= {"network": network, "factor": factor}
     chunk = classes
@@ -137,7 +134,8 @@ def main() -> None:
         for name, settings in chosen.items():
             series[name] = []
             for setting in settings:
-                point = measure(runtime, **setting)
+                with runtime.counting_memory():
+                    point = measure(runtime, **setting)
                 series[name].append(point)
                 print(name, point, flush=True)
     options.out.mkdir(parents=True, exist_ok=True)

@@ -136,8 +136,7 @@ def measure_step(data: Dataset, runtime: Runtime, rounds: int, small: bool) -> d
     device = str(runtime.device)
     if device.startswith("cuda"):
         torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    with runtime.active():
+    with runtime.active(), runtime.counting_memory():
         began = time.perf_counter()
         ours = our_step(data, 10, runtime)
         for _ in range(8):

@@ -340,6 +340,14 @@ def test_with_every_kernel_as_without(monkeypatch, work, augmented, compared):
     assert (calls.count("augment"), calls.count("mmd")) == (augmented, compared)
 
 
+def test_the_first_block_knows_its_weights_as_it_rounds_them():
+    """Statistics and products are of the same numbers: weights that are rounded already give the same bits."""
+    x, weight = tensor(2, 3, 8, 8, offset=4.0).detach(), tensor(1, 16, 3, 3, 3, seed=1).detach()
+    gain, shift = torch.ones(1, 16, device=DEVICE), torch.zeros(1, 16, device=DEVICE)
+    found = [stem(x, w, gain, shift, 1, torch.float16) for w in (weight, weight.half().float())]
+    assert torch.equal(*found) and found[0].abs().sum() > 0
+
+
 def test_a_network_of_one_block_is_left_to_the_library():
     """Its first block's maps are its representation, which is never rounded."""
     assert not make_net("convnet1:width=16", (3, 8, 8), 3).fused and make_net("convnet2:width=16", (3, 8, 8), 3).fused

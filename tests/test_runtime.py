@@ -115,6 +115,17 @@ def test_a_step_is_compiled_where_that_pays(tiny, monkeypatch, method, network, 
     assert asked == [compiled]
 
 
+@pytest.mark.parametrize("mode", ["eager", "compile"])
+def test_fewer_classes_at_a_time_are_compiled_anew(tiny, mode):
+    """Each size is another version of the step; nothing is compiled before it is called."""
+    method, net = method_of(tiny, 2), FlatNet(make_net(NET, tiny.shape, 3))
+    pixels = method.tiles.encode(method.init(tiny, 2 * method.tiles.cells, 0, CPU))
+    step = Step(method, tiny, net, pixels, 0, Runtime.choose("cpu", step_mode=mode))
+    step.chunk, before = 3, step._loss
+    step.take_fewer_classes()
+    assert step.chunk == 2 and (step._loss != before) is (mode == "compile")
+
+
 def test_every_run_has_its_own_versions_of_the_compiled_step(tiny):
     """More runs than the compiler keeps versions of one function: each is compiled, none silently falls back."""
     torch._dynamo.reset()

@@ -86,14 +86,17 @@ class Step(nn.Module):
         self._loss: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = self.loss
         self._compiles = runtime.compiles(matching.steps, least)
         if self._compiles:
-            self._loss = torch.compile(self.own_loss(), dynamic=False)
+            self._compile()
             self._rehearse()
 
     def take_fewer_classes(self) -> None:
         """Half as many at a time from here on."""
         self.chunk = -(-self.chunk // 2)
         if self._compiles:  # anew: every size is another version, of which the compiler keeps few
-            self._loss = torch.compile(self.own_loss(), dynamic=False)
+            self._compile()
+
+    def _compile(self) -> None:
+        self._loss = torch.compile(self.own_loss(), dynamic=False)
 
     def _fused_network(self) -> bool:
         reads_maps = getattr(self.matching.probe, "maps", True)  # which our kernels do not keep

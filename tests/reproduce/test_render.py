@@ -121,6 +121,23 @@ def test_figures_have_the_width_of_a_column(everything, file):
     assert root.tag.endswith("svg") and root.attrib["width"].startswith(f"{WIDTH * 72:g}"[:5])
 
 
+def test_names_of_points_stay_inside_the_axes():
+    """A long name of the leftmost point would reach over the numbers of the axis."""
+    from m3d.reproduce.figures import _against_time
+
+    places = {"a method with a long name": (10.0, 30.0), "near": (25.0, 30.0), "far": (900.0, 60.0)}
+    seconds = {name: Place(x) for name, (x, _) in places.items()}
+    figure = _against_time({name: Place(y) for name, (_, y) in places.items()}, seconds, "title")
+    figure.draw_without_rendering()
+    (axes,) = figure.axes
+    edges = axes.get_window_extent()
+    named = [text for text in axes.texts if text.get_text() in places]
+    assert len(named) == 3
+    for text in named:
+        box = text.get_window_extent()
+        assert edges.x0 <= box.x0 and box.x1 <= edges.x1, text.get_text()
+
+
 def test_places_hold_ours_published_and_difference(everything):
     records = Records(everything, PLANS["lowres"], Overrides())
     seeds = [records.of(c)["accuracy"] for c in PLANS["lowres"].cells if c.key.startswith("cifar10/10/m3d/")]

@@ -111,10 +111,13 @@ def _across(axes: Axes, levels: dict[str, float]) -> None:
 
 
 def _name(figure: Figure, axes: Axes, points: dict[str, tuple[float, float]]) -> None:
-    """A name beside each point: on the side where it lies on the fewest other points and names."""
+    """A name beside each point: on the side where it lies least on other points and names, or beside the axes."""
     figure.draw_without_rendering()  # settles the layout, so that places on the page are known
     page = {name: axes.transData.transform(p) * 72 / figure.dpi for name, p in points.items()}  # in points
     taken = [(x - 3, y - 3, x + 3, y + 3) for x, y in page.values()]
+    inside, far = axes.get_window_extent(), 1e4
+    left, right = inside.x0 * 72 / figure.dpi, inside.x1 * 72 / figure.dpi
+    taken += [(-far, -far, left, far), (right, -far, far, far)]
     for name, (x, y) in page.items():
         width, height = 0.68 * (_FONT - 1) * len(name), _FONT - 1.0
         sides = {
@@ -123,7 +126,7 @@ def _name(figure: Figure, axes: Axes, points: dict[str, tuple[float, float]]) ->
             (0, 4, "center", "bottom"): (x - width / 2, y + 4),
             (0, -4, "center", "top"): (x - width / 2, y - 4 - height),
         }
-        boxes = {side: (left, low, left + width, low + height) for side, (left, low) in sides.items()}
+        boxes = {side: (start, low, start + width, low + height) for side, (start, low) in sides.items()}
         best = min(boxes, key=lambda side: sum(_overlap(boxes[side], other) for other in taken))
         taken.append(boxes[best])
         dx, dy, across, along = best
