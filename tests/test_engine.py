@@ -224,9 +224,14 @@ def test_the_papers_settings_are_the_defaults():
     for shape, (factor, lr) in shapes.items():
         method = make_method("m3d", Task("x", shape, 10, 10), {})[0]
         assert method.tiles == Tiles(factor) and method.matching.player.lr == lr
-    for ipc, factor in ((1, 2), (9, 2), (10, 1), (50, 1)):  # found on held-out data
+    for ipc, tiles in (
+        (1, Tiles(2, upsample="bicubic")),
+        (9, Tiles(2, upsample="bicubic")),
+        (10, Tiles(1)),
+        (50, Tiles(1)),
+    ):  # held-out data
         method, options = make_method("m3d", Task("fashion-mnist", (1, 28, 28), 10, ipc), {})
-        assert method.tiles == Tiles(factor) and options["augment"] == str(method.matching.augment) == "color+crop"
+        assert method.tiles == tiles and options["augment"] == str(method.matching.augment) == "color+crop"
         assert method.matching.player.lr == ipc
     kernels = {"linear": 5.2e-2, "polynomial": 6.5e-5}
     for name, lr in kernels.items():
