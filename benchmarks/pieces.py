@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from m3d.nets.grouped import conv_each
+from m3d.own_kernels import HAS_KERNELS
 from m3d.runtime import Repeated, Runtime
-from m3d.version import has_kernels
 
 Ways = dict[str, Callable[[], None]]
 
@@ -69,7 +69,7 @@ def gram(classes: int, points: int, features: int, runtime: Runtime) -> Ways:
     def library() -> None:
         x @ x.mT
 
-    if runtime.device.type != "cuda" or not has_kernels():
+    if runtime.device.type != "cuda" or not HAS_KERNELS:
         return {"library": library}
     from m3d.fused_mmd import _gram_of
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from m3d.errors import M3DError, unknown
-from m3d.version import has_kernels
+from m3d.own_kernels import HAS_KERNELS
 
 OPERATIONS = ("color", "crop", "cutout", "flip", "scale", "rotate")
 UNIFORMS = 12  # how many uniform numbers decide one augmentation
@@ -147,7 +147,7 @@ class Augment:
 
     def fits(self, images: Tensor) -> bool:
         """Whether one kernel can do all of it where there is a GPU."""
-        if not has_kernels() or self.empty or (self._between and images.requires_grad):
+        if not HAS_KERNELS or self.empty or (self._between and images.requires_grad):
             return False
         from m3d.fused_augment import augment_fits
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from m3d.errors import M3DError
+from m3d.own_kernels import HAS_KERNELS
 from m3d.registry import Registry, parse_spec
-from m3d.version import has_kernels
 
 _LEAST_SPREAD = 1e-4  # of a point's mean square; bandwidths of real features are about as large as that itself
 
@@ -116,7 +116,7 @@ class Gaussian(Kernel):
 
     def fits(self, real: Tensor, synthetic: Tensor) -> bool:
         """Whether one kernel can do all of it where there is a GPU."""
-        if not has_kernels() or not self._doubling or type(self) is not Gaussian:  # a subclass may compute otherwise
+        if not HAS_KERNELS or not self._doubling or type(self) is not Gaussian:  # a subclass may compute otherwise
             return False
         from m3d.fused_mmd import mmd_fits
 

@@ -14,8 +14,8 @@ from m3d.nets.flat import Stackable
 from m3d.nets.grouped import conv_each
 from m3d.nets.norms import Affine, BatchNorm, batch_norm
 from m3d.nets.single import wide
+from m3d.own_kernels import HAS_KERNELS
 from m3d.types import Seen
-from m3d.version import has_kernels
 
 NormName = Literal["instance", "batch", "none"]
 _COLUMNS = 2**30  # values of neighbourhoods laid out at once, at most
@@ -98,7 +98,7 @@ class ConvNet(Stackable):
         return Seen(maps, features, torch.baddbmm(bias[:, None], features, weight.mT))
 
     def _fits(self) -> bool:
-        if not has_kernels() or not self.norms or self.batch_norm:  # the kernels know instance norm alone
+        if not HAS_KERNELS or not self.norms or self.batch_norm:  # the kernels know instance norm alone
             return False
         if len(self.convs) == 1:  # the first block's maps may be rounded, the representation may not
             return False
