@@ -72,3 +72,21 @@ def test_specs():
     assert parse_spec("net:width=64, depth=2") == ("net", {"width": "64", "depth": "2"})
     with pytest.raises(M3DError, match="key=value"):
         parse_spec("net:width")
+
+
+def test_a_variant_takes_the_options_of_what_it_varies(things):
+    """In their order, its own defaults in their places; what it decides itself is no option."""
+
+    @things.variant("small-thing", of=things.get("big-thing").build, without=("kind",), paper="Q")
+    def build(base: int = 0, *, count: int = 1, extra: str = "", **options: object) -> dict:
+        """A small thing."""
+        return {**things.get("big-thing").build(base, count=count, kind="b", **options), "extra": extra}
+
+    entry = things.get("small-thing")
+    assert list(entry.options()) == ["count", "rate", "on", "extra"] and entry.options()["count"].default == 1
+    assert entry.summary == "A small thing." and entry.about == {"paper": "Q"}
+    whole = {"count": 1, "rate": 0.5, "kind": "b", "on": True, "extra": ""}
+    assert entry.build(**entry.resolve({"rate": "0.5", "on": "yes"})) == whole
+    with pytest.raises(M3DError, match="unknown option of small-thing 'kind'"):
+        entry.resolve({"kind": "a"})
+    assert list(things.get("big-thing").options()) == ["count", "rate", "kind", "on"]

@@ -12,7 +12,7 @@ import inspect
 import pkgutil
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -50,18 +50,17 @@ class Entry(Generic[T]):
     name: str
     build: Callable[..., T]
     about: Mapping[str, str]
+    of: Callable[..., T] | None = None  # what a variant passes the options on to that it does not name itself
+    without: tuple[str, ...] = ()  # but these, which it decides
 
     @property
     def summary(self) -> str:
         return (inspect.getdoc(self.build) or "").partition("\n")[0].replace("``", "")  # a terminal shows them
 
     def options(self) -> dict[str, Option]:
-        hints = typing.get_type_hints(self.build)
-        return {
-            p.name: Option(p.name, hints.get(p.name, Any), p.default)
-            for p in inspect.signature(self.build).parameters.values()
-            if p.kind is inspect.Parameter.KEYWORD_ONLY
-        }
+        passed_on = {} if self.of is None else _keyword_only(self.of)
+        named = {**passed_on, **_keyword_only(self.build)}
+        return {name: option for name, option in named.items() if name not in self.without}
 
     def resolve(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Every option with its value: the given ones checked and converted, the rest at their defaults."""
@@ -84,11 +83,23 @@ class Registry(Generic[T]):
         self._entries: dict[str, Entry[T]] = {}
 
     def register(self, name: str, **about: str) -> Callable[[B], B]:
+        return self._adder(name, about)
+
+    def variant(
+        self, name: str, of: Callable[..., T], *, without: Sequence[str] = (), **about: str
+    ) -> Callable[[B], B]:
+        """Register a builder that names only the options it has other defaults for, and passes ``**options`` on to
+        ``of``, whose options it takes too, all but ``without``."""
+        return self._adder(name, about, of, tuple(without))
+
+    def _adder(
+        self, name: str, about: Mapping[str, str], of: Callable[..., T] | None = None, without: tuple[str, ...] = ()
+    ) -> Callable[[B], B]:
         def add(build: B) -> B:
             key = canonical(name)
             if key in self._entries:
                 raise M3DError(f"{self.kind} {key!r} is registered twice; choose another name")
-            self._entries[key] = Entry(key, build, dict(about))
+            self._entries[key] = Entry(key, build, about, of, without)
             return build
 
         return add
@@ -114,6 +125,15 @@ class Registry(Generic[T]):
         module = importlib.import_module(package)
         for info in pkgutil.iter_modules(module.__path__):
             importlib.import_module(f"{package}.{info.name}")
+
+
+def _keyword_only(build: Callable[..., Any]) -> dict[str, Option]:
+    hints = typing.get_type_hints(build)
+    return {
+        p.name: Option(p.name, hints.get(p.name, Any), p.default)
+        for p in inspect.signature(build).parameters.values()
+        if p.kind is inspect.Parameter.KEYWORD_ONLY
+    }
 
 
 def parse_spec(text: str) -> tuple[str, dict[str, str]]:

@@ -25,9 +25,12 @@ ConvNet-3 at 32×32 pixels, and a few times that while they are made.
 
 from __future__ import annotations
 
+from typing import Any
+
 from m3d.augment import Augment
 from m3d.method import Matching, Method
 from m3d.methods import METHODS, Task
+from m3d.methods.dc import siamese
 from m3d.objectives import Discriminate, LayerMeans
 from m3d.players import Descent
 from m3d.pools.watched import Watched
@@ -91,46 +94,9 @@ def milestones(steps: int) -> tuple[int, ...]:
     return tuple(-(-steps * tenths // 10) for tenths in (6, 8, 9))
 
 
-@METHODS.register(
-    "cafe-dsa", paper="Wang et al., CVPR 2022", equation="layer-wise alignment, discrimination", cost="high"
+@METHODS.variant(
+    "cafe-dsa", of=cafe, paper="Wang et al., CVPR 2022", equation="layer-wise alignment, discrimination", cost="high"
 )
-def cafe_dsa(
-    task: Task,
-    *,
-    steps: int = 20_000,
-    lr: float = 0.1,
-    momentum: float = 0.5,
-    early: float = 0.1,
-    discriminate: float = 0.01,
-    outer_stop: float = 0.04,
-    inner_stop: float = 0.03,
-    outer_max: int = 100,
-    inner_max: int = 50,
-    window: int = 10,
-    queries: int = 128,
-    batch_real: int = 256,
-    augment: str | None = None,
-    init: str = "real",
-    bounded: bool = True,
-) -> Method:
+def cafe_dsa(task: Task, *, augment: str | None = None, init: str = "real", **options: Any) -> Method:
     """CAFE from real images with siamese augmentation."""
-    if augment is None:
-        augment = str(Augment.any_one(task.mirror))
-    return cafe(
-        task,
-        steps=steps,
-        lr=lr,
-        momentum=momentum,
-        early=early,
-        discriminate=discriminate,
-        outer_stop=outer_stop,
-        inner_stop=inner_stop,
-        outer_max=outer_max,
-        inner_max=inner_max,
-        window=window,
-        queries=queries,
-        batch_real=batch_real,
-        augment=augment,
-        init=init,
-        bounded=bounded,
-    )
+    return cafe(task, augment=siamese(task) if augment is None else augment, init=init, **options)

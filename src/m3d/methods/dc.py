@@ -13,6 +13,8 @@ Departures: images are clamped to [0, 1] after each step, and noise is clipped t
 
 from __future__ import annotations
 
+from typing import Any
+
 from m3d.augment import Augment
 from m3d.method import Matching, Method
 from m3d.methods import METHODS, Task
@@ -73,36 +75,12 @@ def dc(
     )
 
 
-@METHODS.register("dsa", paper="Zhao & Bilen, ICML 2021", equation="gradient matching", cost="high")
-def dsa(
-    task: Task,
-    *,
-    steps: int | None = None,
-    lr: float = 0.1,
-    momentum: float = 0.5,
-    factor: int = 1,
-    outer: int | None = None,
-    inner: int | None = None,
-    batch_real: int = 256,
-    batch_syn_max: int = 200,
-    augment: str | None = None,
-    init: str = "real",
-    bounded: bool = True,
-) -> Method:
+@METHODS.variant("dsa", of=dc, paper="Zhao & Bilen, ICML 2021", equation="gradient matching", cost="high")
+def dsa(task: Task, *, augment: str | None = None, init: str = "real", **options: Any) -> Method:
     """DC from real images with siamese augmentation."""
-    if augment is None:
-        augment = str(Augment.any_one(task.mirror))
-    return dc(
-        task,
-        steps=steps,
-        lr=lr,
-        momentum=momentum,
-        factor=factor,
-        outer=outer,
-        inner=inner,
-        batch_real=batch_real,
-        batch_syn_max=batch_syn_max,
-        augment=augment,
-        init=init,
-        bounded=bounded,
-    )
+    return dc(task, augment=siamese(task) if augment is None else augment, init=init, **options)
+
+
+def siamese(task: Task) -> str:
+    """DSA's strategy: one operation of all that the data allow."""
+    return str(Augment.any_one(task.mirror))

@@ -13,6 +13,8 @@ not built in: such data get those of SVHN.
 
 from __future__ import annotations
 
+from typing import Any
+
 from m3d.augment import Augment
 from m3d.method import Matching, Method
 from m3d.methods import METHODS, Task
@@ -72,33 +74,14 @@ def idc(
     )
 
 
-@METHODS.register("idc-i", paper="Kim et al., ICML 2022", equation="gradient matching, convolutions", cost="very high")
-def idc_i(
-    task: Task,
-    *,
-    steps: int = 200_000,
-    lr: float | None = None,
-    momentum: float = 0.5,
-    per_network: int = 100,
-    train_images: int | None = None,
-    train_cutmix: float | None = None,
-    batch_real: int = 64,
-    batch_syn_max: int = 128,
-    augment: str | None = None,
-    init: str = "real",
-) -> Method:
+@METHODS.variant(
+    "idc-i",
+    of=idc,
+    without=("factor",),
+    paper="Kim et al., ICML 2022",
+    equation="gradient matching, convolutions",
+    cost="very high",
+)
+def idc_i(task: Task, **options: Any) -> Method:
     """IDC without factor & up-sampling."""
-    return idc(
-        task,
-        steps=steps,
-        lr=lr,
-        momentum=momentum,
-        factor=1,
-        per_network=per_network,
-        train_images=train_images,
-        train_cutmix=train_cutmix,
-        batch_real=batch_real,
-        batch_syn_max=batch_syn_max,
-        augment=augment,
-        init=init,
-    )
+    return idc(task, factor=1, **options)
