@@ -291,6 +291,8 @@ def test_paper_protocol_is_the_published_recipe():
     assert (recipe.batch, recipe.fresh_momentum, recipe.milestones, recipe.cutmix) == (256, True, (501,), 0.0)
     recipe = make_protocol("dc").recipe
     assert (recipe.epochs, str(recipe.augment), recipe.cutmix) == (300, "none", 0.0)
+    digits = make_protocol("dc-mnist").recipe
+    assert (digits.epochs, digits.milestones, str(digits.augment)) == (1000, (501,), "crop|scale|rotate")
     assert make_protocol("cafe").recipe.epochs == 600 and make_protocol("datadam").recipe.batch == 64
     for name in PROTOCOLS.names():
         assert make_protocol(name).checks[-1] == make_protocol(name).recipe.epochs

@@ -89,6 +89,14 @@ def dc(*, epochs: int = 300, batch: int = 256) -> Protocol:
     return replace(augmented, name="dc", recipe=replace(augmented.recipe, augment=Augment()))
 
 
+@PROTOCOLS.register("dc-mnist")
+def dc_mnist(*, epochs: int = 1000, batch: int = 256) -> Protocol:
+    """DC's recipe for MNIST, which alone it augments: one of crop, scale and rotate per batch, 1,000 epochs."""
+    plain = dc(epochs=epochs, batch=batch)
+    operations = Augment(one_of=("crop", "scale", "rotate"))
+    return replace(plain, name="dc-mnist", recipe=replace(plain.recipe, augment=operations))
+
+
 @PROTOCOLS.register("cafe")
 def cafe(*, epochs: int = 600, batch: int = 256) -> Protocol:
     """CAFE's recipe: as dc, but 600 epochs (CAFE+DSA uses dsa)."""

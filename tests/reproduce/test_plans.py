@@ -88,6 +88,15 @@ def test_stated_factors_are_the_methods_own():
     assert checked > 150
 
 
+def test_baselines_of_mnist_are_measured_as_dc_measured_them():
+    """DC augments MNIST alone; the selections its paper quotes are measured by its protocol too."""
+    cells = {cell.key: cell.protocol for cell in PLANS["lowres"].cells}
+    for method in ("random", "herding", "k-center", "dc"):
+        assert cells[f"mnist/10/{method}@dc-mnist/seed0"] == "dc-mnist"
+        assert cells[f"fashion-mnist/10/{method}@dc/seed0"] == "dc"
+    assert cells["mnist/10/dsa@dsa/seed0"] == "dsa"
+
+
 def test_seeds():
     keys = [c.key for c in select(PLANS["lowres"].cells, "cifar10/10/m3d")]
     assert keys == [f"cifar10/10/m3d/seed{seed}" for seed in (0, 1, 2)]

@@ -8,7 +8,9 @@ start from noise.
 DSA: Zhao & Bilen, "Dataset Condensation with Differentiable Siamese Augmentation", ICML 2021. The same from real
 images, with one augmentation per class and step shared by both sides, and augmented training of the network.
 
-Departures: images are clamped to [0, 1] after each step, and noise is clipped too (unless ``bounded=false``).
+Departures: images are clamped to [0, 1] after each step, and noise is clipped too (unless ``bounded=false``). Networks
+with batch norm normalise the images of a class by their own statistics; published ones are frozen before a step at
+those of 16 real images per class. The published numbers are of instance norm.
 """
 
 from __future__ import annotations

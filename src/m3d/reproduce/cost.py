@@ -10,6 +10,7 @@ a run shows corrects itself by what its own cells took.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from m3d.grid.cells import WHOLE, Cell, Overrides, Source, set_name
@@ -23,8 +24,12 @@ _STEP_WORK = 10 * (128 + 3 * 40) * 32 * 32  # classes × images × pixels of the
 _EVALUATION_WORK = 10 * 1000 * 400 * 32 * 32  # networks × epochs × images × pixels of the measured evaluation
 _LEAST = 0.2  # of a measured step or epoch: what small work takes however small it is
 
-# A network's cost per pixel in units of ConvNet-3's. Guesses from their arithmetic and number of layers.
-_NETS = {"resnet10": 4.0, "densenet121": 12.0, "resnetap10": 0.7}
+# A network's cost per pixel in units of ConvNet-3's. ResNetAP-10's is of a measured step at 224 pixels (LAB.md), the
+# others are guesses from their arithmetic and number of layers. Gradients are matched through ConvNet-3 without kernels
+# of its own, so that other networks are no slower by that: the arithmetic's guess.
+_NETS = {"resnet10": 4.0, "densenet121": 12.0, "resnetap10": 3.8}
+_NETS_OF_GRADIENTS = {**_NETS, "resnetap10": 0.7}
+_GRADIENTS = ("dc", "dsa", "idc", "idc-i", "mtt")
 # A step's cost in units of M3D's for as many images. Those of DM, M3D+, CAFE, DC, DSA, IDC and MTT are of measured runs
 # (results/reproduce/methods.jsonl, LAB.md): DM and M3D+ draw a new encoder every step, and M3D+ shows the synthetic
 # images to a second one; gradient matching differentiates twice and trains networks in between, MTT unrolls fifty steps
@@ -50,6 +55,7 @@ _EPOCHS = {
     "mtt": 1000,
     "datadam": 1800,
     "dc": 300,
+    "dc-mnist": 1000,
     "cafe": 600,
     "whole": 100,
     "imagenet": 1000,
@@ -94,7 +100,8 @@ def condensing(source: Source) -> Estimate:
         return Estimate(5.0 if source.method == "random" else _SELECTION_SECONDS, held)
     real = _REAL.get(source.method, 256)
     synthetic = min(200, source.ipc * factor(source) ** 2)
-    work = facts.classes * (real + 3 * synthetic) * _pixels(facts) * _net(source.net or "") / _STEP_WORK
+    nets = _NETS_OF_GRADIENTS if source.method in _GRADIENTS else _NETS
+    work = facts.classes * (real + 3 * synthetic) * _pixels(facts) * _net(source.net or "", nets) / _STEP_WORK
     multiple = _METHODS.get(source.method, 1.0)
     seconds = START_SECONDS + source.steps * STEP_SECONDS * max(work, _LEAST) * multiple
     return Estimate(seconds, held + STEP_BYTES * work)
@@ -131,5 +138,5 @@ def _pixels(facts: Facts) -> int:
     return facts.shape[1] * facts.shape[2]
 
 
-def _net(spec: str) -> float:
-    return _NETS.get(spec.partition(":")[0], 1.0)
+def _net(spec: str, nets: Mapping[str, float] = _NETS) -> float:
+    return nets.get(spec.partition(":")[0], 1.0)

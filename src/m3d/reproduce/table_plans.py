@@ -15,6 +15,9 @@ class Baseline(NamedTuple):
     method: str
     protocol: str
 
+    def protocol_on(self, data: str) -> str:
+        return "dc-mnist" if (self.protocol, data) == ("dc", "mnist") else self.protocol
+
 
 # In the order in which they are run: the paper's method, then the cheap ones.
 _BASELINES = (
@@ -91,9 +94,10 @@ def lowres() -> Plan:
         Cell(f"{d}/{WHOLE}/seed0", f"{d}/*", "Whole", (Source(d, 0, WHOLE),), protocol="whole", repeats=5) for d in LOW
     ]
     cells += [
-        one_set(d, ipc, f"{b.method}@{b.protocol}", b.method, row=row, column=f"{b.label}, own", protocol=b.protocol)
+        one_set(d, ipc, f"{b.method}@{own}", b.method, row=row, column=f"{b.label}, own", protocol=own)
         for b in _BASELINES
         for d, ipc, row in places
+        for own in (b.protocol_on(d),)
     ]
     rows = tuple(Row(row, (FACTS[d].title, str(ipc), f"{_ratio(d, ipc):.2g}")) for d, ipc, row in places)
     heads = ("dataset", "IPC", "ratio, %")
