@@ -10,7 +10,6 @@ a run shows corrects itself by what its own cells took.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 from m3d.grid.cells import WHOLE, Cell, Overrides, Source, set_name
@@ -24,11 +23,10 @@ _STEP_WORK = 10 * (128 + 3 * 40) * 32 * 32  # classes × images × pixels of the
 _EVALUATION_WORK = 10 * 1000 * 400 * 32 * 32  # networks × epochs × images × pixels of the measured evaluation
 _LEAST = 0.2  # of a measured step or epoch: what small work takes however small it is
 
-# A network's cost per pixel in units of ConvNet-3's. ResNetAP-10's is of a measured step at 224 pixels (LAB.md), the
-# others are guesses from their arithmetic and number of layers. Gradients are matched through ConvNet-3 without kernels
-# of its own, so that other networks are no slower by that: the arithmetic's guess.
-_NETS = {"resnet10": 4.0, "densenet121": 12.0, "resnetap10": 3.8}
-_NETS_OF_GRADIENTS = {**_NETS, "resnetap10": 0.7}
+# A network's arithmetic and memory per pixel in units of ConvNet-3's: guesses from their layers.
+_NETS = {"resnet10": 4.0, "densenet121": 12.0, "resnetap10": 0.7}
+# Its time where ConvNet-3 has kernels of its own, which is not where gradients are matched. Measured (LAB.md).
+_SLOWER = {"resnetap10": 3.8}
 _GRADIENTS = ("dc", "dsa", "idc", "idc-i", "mtt")
 # A step's cost in units of M3D's for as many images. Those of DM, M3D+, CAFE, DC, DSA, IDC and MTT are of measured runs
 # (results/reproduce/methods.jsonl, LAB.md): DM and M3D+ draw a new encoder every step, and M3D+ shows the synthetic
@@ -100,11 +98,11 @@ def condensing(source: Source) -> Estimate:
         return Estimate(5.0 if source.method == "random" else _SELECTION_SECONDS, held)
     real = _REAL.get(source.method, 256)
     synthetic = min(200, source.ipc * factor(source) ** 2)
-    nets = _NETS_OF_GRADIENTS if source.method in _GRADIENTS else _NETS
-    work = facts.classes * (real + 3 * synthetic) * _pixels(facts) * _net(source.net or "", nets) / _STEP_WORK
+    work = facts.classes * (real + 3 * synthetic) * _pixels(facts) / _STEP_WORK
+    of_net = _net(source.net) if source.method in _GRADIENTS else _slower(source.net)
     multiple = _METHODS.get(source.method, 1.0)
-    seconds = START_SECONDS + source.steps * STEP_SECONDS * max(work, _LEAST) * multiple
-    return Estimate(seconds, held + STEP_BYTES * work)
+    seconds = START_SECONDS + source.steps * STEP_SECONDS * max(work * of_net, _LEAST) * multiple
+    return Estimate(seconds, held + STEP_BYTES * work * _net(source.net))
 
 
 def evaluating(cell: Cell, overrides: Overrides) -> Estimate:
@@ -115,7 +113,7 @@ def evaluating(cell: Cell, overrides: Overrides) -> Estimate:
     epochs = epochs if overrides.epochs is None else min(epochs, overrides.epochs)
     per_class = source.ipc * factor(source) ** 2
     images = facts.train if source.method == WHOLE else facts.classes * per_class
-    work = overrides.repeats_of(cell) * epochs * images * _pixels(facts) * _net(cell.net) / _EVALUATION_WORK
+    work = overrides.repeats_of(cell) * epochs * images * _pixels(facts) * _slower(cell.net) / _EVALUATION_WORK
     held = facts.test * _pixels(facts) * facts.shape[0]
     return Estimate(5.0 + EVALUATION_SECONDS * work, held + STEP_BYTES * _net(cell.net) * _pixels(facts) / 1024)
 
@@ -138,5 +136,9 @@ def _pixels(facts: Facts) -> int:
     return facts.shape[1] * facts.shape[2]
 
 
-def _net(spec: str, nets: Mapping[str, float] = _NETS) -> float:
-    return nets.get(spec.partition(":")[0], 1.0)
+def _net(spec: str | None) -> float:
+    return _NETS.get((spec or "").partition(":")[0], 1.0)
+
+
+def _slower(spec: str | None) -> float:
+    return _SLOWER.get((spec or "").partition(":")[0], _net(spec))
