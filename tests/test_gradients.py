@@ -169,6 +169,34 @@ def test_training_on_real_images_reads_them_all_and_keeps_its_momentum(tiny):
     assert pool.velocity.norm() == 0
 
 
+def test_training_before_the_first_step_reads_every_image_and_then_forgets_its_momentum(tiny):
+    """36 images, 9 in an epoch of the trainer: two epochs of all are eight of those, against a written-out loop."""
+    net = FlatNet(make_net(NET, tiny.shape, 3))
+    pool = TrainedOnReal(10, 9, Recipe(1, batch=9, lr=0.1, weight_decay=0.0), before=2).start(
+        World(net, tiny, None, 0, CPU)
+    )
+    plain = TrainedOnReal(10, 9, Recipe(1, batch=9, lr=0.1)).start(World(net, tiny, None, 0, CPU))
+    pool.draw(0)
+    plain.draw(0)
+    flat, velocity, read = plain.parameters_flat.clone().requires_grad_(), 0.0, []
+    images, labels = tiny.normalise()(tiny.train.images.float() / 255), tiny.train.labels()
+    for epoch in range(8):
+        chosen = pool.trainer.batches.index[epoch, 0]
+        loss = functional.cross_entropy(net(flat[None], images[chosen][None]).logits[0], labels[chosen])
+        velocity = 0.9 * velocity + torch.autograd.grad(loss, flat)[0]
+        flat = (flat - 0.1 * velocity).detach().requires_grad_()
+        read.append(chosen)
+    torch.testing.assert_close(pool.parameters_flat, flat.detach(), atol=1e-6, rtol=1e-5)
+    assert torch.equal(torch.cat(read).sort().values, torch.arange(36).repeat_interleave(2))
+    assert pool.velocity.norm() == 0 and pool.trainer.epoch == 8
+    pool.age(0)
+    assert pool.trainer.epoch == 9
+    pool.draw(10)  # the next encoder: eight epochs before, ten places for those after steps
+    assert pool.trainer.epoch == 8 + 10 + 8
+    with pytest.raises(M3DError, match="-1 epochs"):
+        TrainedOnReal(10, 9, Recipe(1, 9, 0.1), before=-1)
+
+
 def test_the_encoder_is_trained_on_the_synthetic_images_as_they_are(tiny):
     """Three epochs of plain SGD on all 6 images against a written-out loop with the trainer's own order."""
     net = FlatNet(make_net(NET, tiny.shape, 3))
@@ -200,6 +228,7 @@ def test_the_encoder_is_trained_on_the_synthetic_images_as_they_are(tiny):
         ("dc", {"outer": 4, "inner": 2}),
         ("dsa", {"outer": 4, "inner": 2}),
         ("idc", {"per_network": 4, "train_images": 7}),
+        ("idc", {"per_network": 4, "train_images": 7, "train_before": 1}),
     ],
 )
 def test_a_trained_pool_resumes_bit_identically(tiny, tmp_path, monkeypatch, name, options):
@@ -271,3 +300,21 @@ def test_idc_matches_mnist_without_cutout_where_it_has_a_factor():
     for data, options, augment in (("mnist", {}, "color+crop"), ("mnist", {"factor": 1}, "color+crop+cutout")):
         assert make_method("idc", Task(data, (1, 28, 28), 10, 10), options)[1]["augment"] == augment
     assert make_method("idc", Task("svhn", (3, 32, 32), 10, 10), {})[1]["augment"] == "color+crop+cutout"
+
+
+@pytest.mark.parametrize(
+    ("data", "shape", "expected"),
+    [
+        ("cifar100", (3, 32, 32), (200_000, 5e-3, 2, 2, 2000, 0)),
+        ("svhn", (3, 32, 32), (200_000, 5e-3, 2, 2, 500, 0)),
+        ("fashion-mnist", (1, 28, 28), (200_000, 1e-4, 1, 2, 500, 0)),
+        ("imagenet10", (3, 224, 224), (50_000, 3e-3, 1, 3, 500, 10)),
+        ("imagenet100-4", (3, 224, 224), (50_000, 1e-3, 1, 3, 500, 5)),
+    ],
+)
+def test_idcs_published_settings(data, shape, expected):
+    method, options = make_method("idc", Task(data, shape, 10, 20), {})
+    m = method.matching
+    rate = m.player.lr / 2  # 20 images per class
+    found = (m.steps, rate, m.objective.power, method.tiles.factor, m.pool.images, m.pool.before)
+    assert found == pytest.approx(expected) and options["train_before"] == expected[-1]

@@ -152,45 +152,65 @@ class TrainedOnReal:
     every: int
     images: int
     recipe: Recipe  # its number of epochs does not matter
+    before: int = 0  # epochs of all real images that an encoder is trained for before its first step
 
     def __post_init__(self) -> None:
         _at_least_one(self, "every", "images")
+        if self.before < 0:
+            raise M3DError(f"{self.before} epochs of training before the first step are not valid; allowed: 0 and more")
 
     def start(self, world: World) -> LivePool:
         train = world.data.train
         images = Images(train.images, train.labels(), world.data.normalise()).prepared()
         sample = min(self.images, len(images))
         trainer = Trainer(world.net, images, self.recipe, 1, world.seed, world.runtime, sample=sample)
-        return _TrainedPool(world, self.every, 1, trainer, lambda: None)
+        return _TrainedPool(world, self.every, 1, trainer, lambda: None, -(-self.before * len(images) // sample))
 
 
 class _TrainedPool(_FreshPool):
-    """An encoder and its momentum, both checkpointed; ``refresh`` brings the trainer's images up to date."""
+    """An encoder and its momentum, both checkpointed; ``refresh`` brings the trainer's images up to date.
+
+    The trainer's epochs, ``before`` the first step of an encoder and ``epochs`` after each but the last, are numbered
+    through all encoders, so that each draws its own orders.
+    """
 
     velocity: Tensor  # [P]
 
-    def __init__(self, world: World, every: int, epochs: int, trainer: Trainer, refresh: Callable[[], None]):
+    def __init__(
+        self, world: World, every: int, epochs: int, trainer: Trainer, refresh: Callable[[], None], before: int = 0
+    ):
         super().__init__(world, every, persistent=True)
         self.register_buffer("velocity", torch.zeros_like(self.parameters_flat))
-        self.epochs, self.trainer, self.refresh = epochs, trainer, refresh
+        self.epochs, self.trainer, self.refresh, self.before = epochs, trainer, refresh, before
 
     def draw(self, step: int) -> None:
         super().draw(step)
         self.velocity.zero_()
+        if self.before:
+            self._train(self._after(step) - self.before, self.before)
+            self.velocity.zero_()
 
     def restore(self, step: int) -> None:
         """The checkpoint holds the encoder itself."""
 
-    @torch.no_grad()
     def age(self, step: int) -> None:
         if (step + 1) % self.every == 0:  # a new encoder follows
             return
         self.refresh()
-        first = step * self.epochs  # epochs are numbered by steps, so that each step draws its own orders
+        self._train(self._after(step), self.epochs)
+
+    def _after(self, step: int) -> int:
+        """The number of the first epoch after ``step``."""
+        encoder, within = divmod(step, self.every)
+        return encoder * (self.before + self.every * self.epochs) + self.before + within * self.epochs
+
+    @torch.no_grad()
+    def _train(self, first: int, epochs: int) -> None:
+        """Train the encoder for ``epochs`` epochs, of which ``first`` is the first."""
         state = {"flat": self.parameters_flat[None], "velocity": self.velocity[None], "epoch": torch.tensor(first)}
         self.trainer.load(state)
         with torch.enable_grad():
-            self.trainer.run(first + self.epochs)
+            self.trainer.run(first + epochs)
         self.parameters_flat.copy_(self.trainer.flat[0])
         self.velocity.copy_(self.trainer.velocity[0])
 
