@@ -16,16 +16,18 @@ import pytest
 import torch
 from PIL import Image
 
+from m3d.data.imagenet import subsets
 from m3d.errors import M3DError
-from m3d.grid.cells import Cell, Overrides
+from m3d.grid.cells import Cell, Overrides, cell_digest
 from m3d.reproduce import figures
 from m3d.reproduce.cells import FACTS, Plan
+from m3d.reproduce.command import Request, headline, origin
 from m3d.reproduce.figures import WIDTH
 from m3d.reproduce.measures import picture
 from m3d.reproduce.plans import PLANS
 from m3d.reproduce.records import Place, Records, read
 from m3d.reproduce.render import render
-from m3d.reproduce.tables import _number
+from m3d.reproduce.tables import _escape, _number, _signed
 from m3d.reproduce.toy import compare
 from m3d.store import CondensedSet
 
@@ -146,7 +148,7 @@ def test_places_hold_ours_published_and_difference(everything):
     (row,) = [line for line in text.splitlines() if line.startswith("| CIFAR-10 | 10 | 0.2 |") and "63.5 ± 0.2" in line]
     assert f"{mean:.1f} ± " in row and f"(n 3 × 10), 63.5 ± 0.2, {mean - 63.5:+.1f}".replace("-", "−") in row
     assert "30.3 ± 0.1†" in text  # SVHN at IPC 1, DM: run again by the authors
-    assert "312 of 312 cells are finished; made on a test, torch 2, fp32; commit 0123456789-dirty." in text
+    assert "310 of 310 cells are finished; made on a test, torch 2, fp32; commit 0123456789-dirty." in text
     lines = list(csv.DictReader(io.StringIO((everything / "lowres.csv").read_text())))
     (line,) = [r for r in lines if (r["row"], r["column"]) == ("cifar10/10", "M3D")]
     assert float(line["ours"]) == pytest.approx(mean, abs=1e-4) and line["n"] == "30" and line["seeds"] == "3"
@@ -159,7 +161,9 @@ def test_latex_is_balanced_and_escaped(everything):
         text = (everything / f"{name}.tex").read_text()
         assert text.count(r"\begin{tabular}") == text.count(r"\end{tabular}") == len(PLANS[name].tables)
         body = "\n".join(line for line in text.splitlines() if not line.startswith("%"))
-        assert not any(sign in body for sign in "±−×†") and "L_M3D" not in body
+        assert body.isascii() and "L_M3D" not in body and text.startswith(r"% needs \usepackage{booktabs}")
+        for table in PLANS[name].tables:
+            assert _escape(table.note) in body
         widths = {line.replace(r"\&", "").count("&") for line in body.splitlines() if line.rstrip().endswith(r"\\")}
         assert len(widths) <= len(PLANS[name].tables), name
 
@@ -179,6 +183,8 @@ def test_quick_looks_are_marked_and_kept_apart(tmp_path):
     assert not (tmp_path / "ipm.md").exists()
     text = (tmp_path / "with-repeats3" / "ipm.md").read_text()
     assert "Not the paper's settings: repeats 3" in text
+    typeset = (tmp_path / "with-repeats3" / "ipm.tex").read_text().splitlines()
+    assert any("Not the paper's settings: repeats 3" in line for line in typeset if not line.startswith("%"))
     with pytest.raises(M3DError, match="holds no record of ipm"):
         render(Records(tmp_path, plan, Overrides()))
     # Even in the same file a quick record is never taken for a full one.
@@ -203,16 +209,18 @@ def test_pictures_are_whole():
     import base64
 
     pixels = Image.open(io.BytesIO(base64.b64decode(str(sheet["png"]))))
-    assert pixels.size == (2 * 32, 4 * 32) and (sheet["rows"], sheet["columns"], len(sheet["names"])) == (4, 2, 4)
+    assert pixels.size == (10 * 32, 2 * 32) and (sheet["rows"], sheet["columns"], len(sheet["names"])) == (2, 10, 10)
     image = made.images[10 * 3 + 1]  # the second of the fourth class
-    corner = torch.tensor(list(pixels.crop((32, 96, 64, 128)).tobytes())).view(32, 32, 3).permute(2, 0, 1)
+    corner = torch.tensor(list(pixels.crop((96, 32, 128, 64)).tobytes())).view(32, 32, 3).permute(2, 0, 1)
     assert (corner - image * 255).abs().max() <= 0.51
     single = next(c for c in PLANS["images"].cells if c.row == "cifar100")
     sheet = picture(invented_set(single))
-    assert (sheet["rows"], sheet["columns"], sheet["names"]) == (4, 2, [])
+    assert (sheet["rows"], sheet["columns"], sheet["names"]) == (2, 10, [])
     large = next(c for c in PLANS["images"].cells if c.row == "imagenet10")
     with Image.open(io.BytesIO(base64.b64decode(str(picture(invented_set(large))["png"])))) as image:
-        assert image.size == (2 * 120, 4 * 120)
+        assert image.size == (10 * 120, 2 * 120)
+    named = replace(invented_set(large), manifest={"class_names": list(subsets()["imagenet10"])})
+    assert picture(named)["names"][:2] == ["bonnet", "green snake"]
 
 
 def test_a_plan_must_not_have_the_same_cell_twice():
@@ -238,6 +246,49 @@ def test_a_number_that_stands_in_several_tables_is_measured_once(tmp_path):
     assert other.of(shared[0]) is None and second.of(mine[0]) is None
     left = Records(tmp_path, PLANS["lowres"], Overrides())
     assert sum(left.of(cell) is None for cell in mine) == 1 and len(left.file.read_text().splitlines()) == 18
+
+
+def test_cells_that_are_compared_closely_are_measured_together(tmp_path):
+    """Another table's number is of a set that may have been made again, on another machine."""
+    cell = next(c for c in PLANS["lowres"].cells if c.key == "cifar10/10/m3d/seed0")
+    Records(tmp_path, PLANS["lowres"], Overrides()).journal.add(cell, invented(cell))
+    for name, key in (("ipm", "cifar10/10/ipm5/seed0"), ("cross-arch", "cifar10/10/m3d/convnet3/seed0")):
+        plan = PLANS[name]
+        mine = next(c for c in plan.cells if c.key == key)
+        assert cell_digest(mine, Overrides()) == cell_digest(cell, Overrides())
+        assert plan.alone and Records(tmp_path, plan, Overrides()).of(mine) is None
+    assert PLANS["steps"].alone and not PLANS["beyond"].alone
+
+
+def test_records_of_a_set_that_is_made_again_are_named(tmp_path):
+    records = Records(tmp_path, PLANS["lowres"], Overrides())
+    cells = PLANS["lowres"].cells[:3]
+    for cell, fingerprint in zip(cells, ("a", "a", "b"), strict=True):
+        records.journal.add(cell, {**invented(cell), "set": fingerprint})
+    (left,) = records.journal.forget(cells[:1])
+    assert left["cell"] == cells[1].key and records.journal.forget(cells[2:]) == []
+
+
+def test_all_renders_what_other_tables_have_measured(tmp_path):
+    """``beyond`` has no record of its own here, but M3D's cells of ``lowres``."""
+    cell = next(c for c in PLANS["lowres"].cells if c.key == "mnist/1/m3d/seed0")
+    Records(tmp_path, PLANS["lowres"], Overrides()).journal.add(cell, invented(cell))
+    Request("all", None, tmp_path, Overrides(), as_json=True).render()
+    assert (tmp_path / "beyond.md").exists() and not (tmp_path / "compat.md").exists()
+
+
+def test_a_few_finished_cells_say_their_numbers(tmp_path):
+    """Ours, the published one, and how it was made; a row that stands for several is found too."""
+    plan = PLANS["lowres"]
+    cell = next(c for c in plan.cells if c.key == "cifar10/10/m3d/seed0")
+    record = {**invented(cell), "accuracy": 63.46, "when": "2026-11-16T17:00:00+00:00"}
+    assert headline(plan, cell, record) == (
+        "63.46 ± 0.40 % (last epoch, n=10); published 63.5 ± 0.2 (Table 2), difference -0.04"
+    )
+    assert origin(record) == " [condensed in 40 s, a test, commit 0123456789, 2026-11-16]"
+    whole = next(c for c in plan.cells if c.key == "cifar10/whole/seed0")
+    assert "published 84.8 ± 0.1 (Table 2)" in headline(plan, whole, {**record, "condensation": []})
+    assert [_signed(x) for x in (-0.04, 0.04, -0.26, 1.0)] == ["±0.0", "±0.0", "−0.3", "+1.0"]
 
 
 def test_memory_and_time_have_columns_of_their_own(everything):

@@ -20,7 +20,7 @@ from m3d.cli import main
 from m3d.errors import Interrupted, M3DError
 from m3d.grid.cells import Cell, Overrides, Source
 from m3d.grid.journal import lock
-from m3d.grid.runner import Listener
+from m3d.grid.runner import Listener, Pace
 from m3d.grid.work import Place, Watch, Workshop, together
 from m3d.report import rows_of
 from m3d.reproduce.cells import FACTS
@@ -197,6 +197,24 @@ def test_a_time_limit_between_cells(fast, tmp_path):
     with pytest.raises(Interrupted, match="stopped after 1 cell"):
         run(plan, plan.cells, Place(tmp_path), overrides, listener=listener)
     assert run(plan, plan.cells, Place(tmp_path), overrides).skipped == 1
+
+
+def test_time_left_counts_a_shared_set_once():
+    """Two cells measure the first set: when it is made, the second of them takes its evaluation alone."""
+
+    def cost(cell: Cell, made: set[str]) -> float:
+        name = cell.sources[0].method
+        fresh = 100.0 if name not in made else 0.0
+        made.add(name)
+        return 10.0 + fresh
+
+    cells = [Cell(str(k), "", "", (Source("digits", 1, name),)) for k, name in enumerate(("dm", "dm", "m3d", "there"))]
+    pace = Pace(cost, 1, {"there"})
+    assert pace.left(cells) == 110 + 10 + 110 + 10
+    pace.took(cells[0], 55.0)  # twice as fast as thought
+    assert pace.left(cells[1:]) == (10 + 110 + 10) / 2
+    pace.took(cells[1], 5.0)
+    assert pace.left(cells[2:]) == (110 + 10) / 2
 
 
 def test_a_failing_cell_does_not_stop_the_others(capsys, fast, tmp_path):

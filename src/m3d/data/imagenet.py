@@ -10,6 +10,7 @@ import tomllib
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from m3d.errors import M3DError
 
@@ -21,10 +22,19 @@ _FOLDERS = ("", "imagenet", "ImageNet", "ILSVRC2012", "ILSVRC", "ILSVRC/Data/CLS
 
 
 @cache
+def _file() -> dict[str, Any]:
+    return tomllib.loads(files("m3d.data").joinpath("imagenet.toml").read_text(encoding="utf-8"))
+
+
+def spoken(name: str) -> str:
+    """What a class shows, where ``name`` is a WordNet id we know; else ``name``."""
+    return str(_file()["names"].get(name, name))
+
+
+@cache
 def subsets() -> dict[str, tuple[str, ...]]:
     """The WordNet ids of every subset, in the order of their class indices."""
-    text = files("m3d.data").joinpath("imagenet.toml").read_text(encoding="utf-8")
-    every = tuple(tomllib.loads(text)["imagenet100"])
+    every = tuple(_file()["imagenet100"])
     size = len(every) // _PARTS
     parts = {f"imagenet100-{k + 1}": every[k * size : (k + 1) * size] for k in range(_PARTS)}
     return {"imagenet10": every[:10], "imagenet100": every, **parts}

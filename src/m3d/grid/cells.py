@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 from m3d.errors import M3DError
@@ -149,6 +149,11 @@ def set_name(source: Source, overrides: Overrides) -> str:
     """The name of a set's folder: what a person looks for, then its identity."""
     data = short_name(source.data)
     return f"{data}-{source.method}-ipc{source.ipc}-seed{source.seed}-{set_digest(source, overrides)}"
+
+
+def sets_in(out: Path) -> set[str]:
+    """The names of the sets that are finished below an output folder."""
+    return {file.parent.name for file in (out / RUNS).glob("*/condensed.safetensors")}
 
 
 def short_name(data: str) -> str:

@@ -39,11 +39,12 @@ class Journal:
         self._by_digest[digest] = whole
         return whole
 
-    def forget(self, cells: Sequence[Cell]) -> None:
-        """Drop the records of ``cells``, so that they are made again."""
+    def forget(self, cells: Sequence[Cell]) -> list[Record]:
+        """Drop the records of ``cells``, so that they are made again; returns those of other cells of the same sets."""
         from m3d.files import write_bytes
 
         dropped = {cell_digest(cell, self.overrides) for cell in cells} & set(self._by_digest)
+        sets = {self._by_digest[digest].get("set") for digest in dropped} - {None}
         for file in self._files if dropped else ():
             found = _read(file)
             kept = [record for record in found if record["digest"] not in dropped]
@@ -51,6 +52,7 @@ class Journal:
                 write_bytes(file, "".join(json.dumps(record) + "\n" for record in kept).encode())
         for digest in dropped:
             del self._by_digest[digest]
+        return [record for record in self._by_digest.values() if record.get("set") in sets]
 
 
 def _read(file: Path) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from m3d.errors import Interrupted, M3DError
-from m3d.grid.cells import Cell
+from m3d.grid.cells import Cell, sets_in
 from m3d.grid.drift import Change, Settings, drift
 from m3d.grid.journal import Journal, Record, lock
 from m3d.grid.work import Measure, Place, Shelf, Watch, Workshop, forget
@@ -28,6 +28,7 @@ class Listener:
     failed: Callable[[Cell, M3DError], None] = lambda cell, error: None
     again: Callable[[Cell, str], None] = lambda cell, reason: None  # a cell is tried again
     outdated: Callable[[Cell, Sequence[Change]], None] = lambda cell, changes: None  # finished, under other defaults
+    orphaned: Callable[[Record], None] = lambda record: None  # measured on a set that is made again
     running: Callable[[Mapping[str, str]], None] = lambda states: None  # what the cells at work are at, by key
 
 
@@ -114,20 +115,21 @@ class Here:
 class Pace:
     """Time left: the estimates of what is left, corrected by what the cells made so far took."""
 
-    def __init__(self, cost: Cost | None, width: int):
-        self._cost, self._width = cost, width
+    def __init__(self, cost: Cost | None, width: int, made: set[str]):
+        """``made``: the names of the sets that are there already."""
+        self._cost, self._width, self._made = cost, width, made
         self._expected = self._taken = 0.0
 
     def left(self, cells: Sequence[Cell]) -> float | None:
         """Seconds; None where nothing is known yet."""
         if self._cost is None and not self._expected:
             return None
-        made: set[str] = set()
+        made = set(self._made)
         expected = sum(self._of(cell, made) for cell in cells)
         return expected * (self._taken / self._expected if self._expected else 1.0) / self._width
 
     def took(self, cell: Cell, seconds: float) -> None:
-        self._expected += self._of(cell, set())
+        self._expected += self._of(cell, self._made)
         self._taken += seconds
 
     def _of(self, cell: Cell, made: set[str]) -> float:
@@ -149,11 +151,13 @@ def run(
     of the cells before is removed first. Records are written by this process, whoever makes the cells.
     """
     listener, watch, hands = listener or Listener(), watch or Watch(), hands or Here()
-    summary, pace = Summary(), Pace(job.cost, hands.width)
+    summary = Summary()
     with lock(job.place.out), time_limit(seconds), stop_politely() as stopping:
         if again:
-            job.journal.forget(job.cells)
+            for record in job.journal.forget(job.cells):
+                listener.orphaned(record)
             forget(job.cells, job.place.out, job.journal.overrides)
+        pace = Pace(job.cost, hands.width, sets_in(job.place.out))
         todo = [cell for cell in job.cells if job.journal.of(cell) is None]
         summary.skipped = len(job.cells) - len(todo)
         _tell_outdated(job, listener)

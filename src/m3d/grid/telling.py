@@ -45,7 +45,15 @@ class Telling:
         from m3d.grid.work import Watch
 
         with progress_bar(self.as_json) as bar, epoch_bar(self.as_json) as epochs, status_line(self.as_json) as status:
-            told = Listener(self._begin, self._done, self._failed, self._again, self._outdated, status)
+            told = Listener(
+                begin=self._begin,
+                done=self._done,
+                failed=self._failed,
+                again=self._again,
+                outdated=self._outdated,
+                orphaned=self._orphaned,
+                running=status,
+            )
             yield told, Watch(bar, epochs)
 
     def _begin(self, number: int, of: int, cell: Cell, left: float | None) -> None:
@@ -70,3 +78,7 @@ class Telling:
     def _outdated(self, cell: Cell, changes: Sequence[Change]) -> None:
         was = ", ".join(map(str, changes))
         typer.echo(f"m3d: {cell.key} was made with {was}; --again makes it anew", err=True)
+
+    def _orphaned(self, record: Record) -> None:
+        place = f"{record['plan']} {record['cell']}"
+        typer.echo(f"m3d: {place} was measured on a set that is made again; --again there measures it anew", err=True)

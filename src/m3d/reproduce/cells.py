@@ -113,6 +113,7 @@ class Plan:
     cells: tuple[Cell, ...]
     tables: tuple[Table, ...]
     figure: str = ""  # which drawing of ``m3d.reproduce.figures`` shows it; empty: a table only
+    alone: bool = False  # whether its cells are compared so closely that numbers measured for other tables do not do
 
     def __post_init__(self) -> None:
         keys = [cell.key for cell in self.cells]

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import typer
 
 from m3d.errors import Interrupted, M3DError, unknown
-from m3d.grid.cells import RUNS, Cell, Overrides
+from m3d.grid.cells import Cell, Overrides, sets_in
 from m3d.grid.journal import Record
 from m3d.grid.telling import Telling, check_time_limit, say_record
 from m3d.grid.where import Where
@@ -22,6 +23,8 @@ from m3d.reproduce.published import published
 from m3d.reproduce.records import Records, read
 from m3d.terminal import duration
 from m3d.wording import counted
+
+_FEW = 12  # finished cells up to which each is told
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class Request:
         from m3d.reproduce.cost import estimate
 
         rows: list[dict[str, Any]] = []
-        made = {file.parent.name for file in (self.out / RUNS).glob("*/condensed.safetensors")}
+        made = sets_in(self.out)
         for plan, cells in self._chosen():
             records = Records(self.out, plan, self.overrides)
             for cell in cells:
@@ -62,7 +65,8 @@ class Request:
         total, most = sum(r["seconds"] for r in todo), max((r["memory"] for r in todo), default=0)
         typer.echo(
             f"{len(todo)} of {len(rows)} cells to run: about {duration(total)} and at most {most / 2**30:.1f} GiB on "
-            f"one H200, estimated from a few measurements; a set that cells share is counted once"
+            f"one H200 (less where it is short: then a step takes fewer classes at a time), estimated from a few "
+            f"measurements; a set that cells share is counted once"
         )
 
     def render(self) -> None:
@@ -71,7 +75,7 @@ class Request:
 
         for plan, _ in self._chosen():
             records = Records(self.out, plan, self.overrides)
-            if self.name.lower() == "all" and not records.file.exists():
+            if self.name.lower() == "all" and not any(records.of(cell) for cell in plan.cells):
                 continue
             self._say_files(render(records))
             self._say_records(records, plan.cells)
@@ -99,8 +103,10 @@ class Request:
         """Make a plan's missing cells and show it; returns those that failed."""
         from m3d.reproduce.runner import run
 
-        if not settings["again"]:
-            self._say_records(Records(self.out, plan, self.overrides), cells)  # the others follow as they are made
+        if not settings["again"]:  # the others follow as they are made
+            before = Records(self.out, plan, self.overrides)
+            self._say_records(before, cells)
+            self._say_finished(plan, before, cells)
         telling = Telling(lambda cell, record: headline(plan, cell, record), self.as_json)
         try:
             with telling.watched() as (listener, watch):
@@ -137,6 +143,14 @@ class Request:
         for record in filter(None, map(records.of, cells)) if self.as_json else ():
             say_record(record)
 
+    def _say_finished(self, plan: Plan, records: Records, cells: Sequence[Cell]) -> None:
+        """What the finished ones of a few cells gave, and how they were made."""
+        finished = [(cell, record) for cell in cells if (record := records.of(cell)) is not None]
+        if self.as_json or len(finished) > _FEW:
+            return
+        for cell, record in finished:
+            typer.echo(f"{cell.key}: {headline(plan, cell, record)}{origin(record)}")
+
     def _say_files(self, files: list[Path]) -> None:
         if files and not self.as_json:
             typer.echo(" ".join(map(str, files)))
@@ -157,8 +171,21 @@ def headline(plan: Plan, cell: Cell, record: Record) -> str:
     spread = "" if place.sd is None else f" ± {place.sd:.2f}"
     text = f"{place.mean:.2f}{spread} % (last epoch, n={place.n})"
     labels = {c.label for t in plan.tables for c in t.columns if (c.cells, c.measure) == (cell.column, "accuracy")}
-    theirs = next((p for label in sorted(labels) if (p := published(plan.name, cell.row, label))), None)
+    rows = dict.fromkeys(row.key for t in plan.tables for row in t.rows if fnmatchcase(row.key, cell.row))
+    found = (published(plan.name, row, label) for row in rows for label in sorted(labels))
+    theirs = next(filter(None, found), None)
     if theirs is None:
         return text
     paper = f"{theirs.mean:g}" + ("" if theirs.sd is None else f" ± {theirs.sd:g}")
     return f"{text}; published {paper} ({theirs.source}), difference {place.mean - theirs.mean:+.2f}"
+
+
+def origin(record: Record) -> str:
+    """How a finished cell was made, in brackets."""
+    parts: Sequence[Record] = record.get("condensation", ())
+    made = next((str(part["created"]) for part in parts if part.get("created")), str(record.get("when", "")))
+    steps = sum(part.get("steps") or 0 for part in parts)
+    spent = f"condensed in {duration(sum(part['seconds'] for part in parts))}" if steps else ""
+    commit = f"commit {record['commit'][:10]}" if record.get("commit") else ""
+    told = ", ".join(filter(None, (spent, str(record.get("device", "")), commit, made[:10])))
+    return f" [{told}]" if told else ""

@@ -41,6 +41,7 @@ def steps(records: Records) -> dict[str, Figure]:
     axes.set_xlabel("condensing steps", fontsize=_FONT)
     axes.set_ylabel("test accuracy, %", fontsize=_FONT)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axes.set_title("CIFAR-10, 10 per class", fontsize=_FONT)
     _legend(axes)
     return {"": figure}
 
@@ -154,6 +155,7 @@ def ipm(records: Records) -> dict[str, Figure]:
     axes.patch.set_visible(False)
     axes.set_xticks(x, keys)
     axes.set_xlabel("iterations per model (IPM)", fontsize=_FONT)
+    axes.set_title("CIFAR-10, 10 per class", fontsize=_FONT)
     axes.set_ylabel("test accuracy, %", fontsize=_FONT, color=_BLUE)
     shared = ", at most" if any(p.at_most for p in seconds) else ""
     right.set_ylabel(f"condensing, s (bars{shared})", fontsize=_FONT, color="#555555")
@@ -192,6 +194,7 @@ def kernel(records: Records) -> dict[str, Figure]:
     axes.set_ylabel("test accuracy, %", fontsize=_FONT)
     axes.set_ylim(0, 140)
     axes.set_yticks(range(0, 101, 20))
+    axes.set_title("10 per class", fontsize=_FONT)
     axes.legend(fontsize=_FONT, frameon=False, ncols=3, loc="upper center", handlelength=1.2, columnspacing=1.2)
     return {"": figure}
 
@@ -213,7 +216,7 @@ def motivation(records: Records) -> dict[str, Figure]:
     for row, place in places:
         handles, labels = axes[row, 0].get_legend_handles_labels()
         settings: dict[str, Any] = {"fontsize": _FONT, "frameon": False, "handlelength": 1.5, "columnspacing": 1.2}
-        figure.legend(handles, labels, ncols=3, loc=place, **settings)
+        figure.legend(handles, labels, ncols=4, loc=place, **settings)
     return {"": figure}
 
 
@@ -233,13 +236,13 @@ def _seen(axes: Axes, record: Record) -> None:
     for k, name in enumerate(_KERNELS):
         axes.bar(k, values[name], 0.8, label=_proper(name), **_bar_settings(name))
         axes.text(k, values[name] + 1.0, f"{values[name]:.0f}", ha="center", va="bottom", fontsize=_FONT - 1)
-    axes.axhline(1.0, color="black", linewidth=0.6, linestyle="--")
+    axes.axhline(1.0, color="black", linewidth=0.6, linestyle="--", label="chance")
     axes.set_xticks([])
     _plain(axes)
 
 
 def images(records: Records) -> dict[str, Figure]:
-    """A figure per dataset: the start, DM and M3D side by side; without factor above, with factor below."""
+    """A figure per dataset: the start, DM and M3D below each other, first without factor, then with it."""
     figures = {}
     for data in dict.fromkeys(cell.row for cell in records.plan.cells):
         cells = [cell for cell in records.plan.cells if cell.row == data]
@@ -250,30 +253,26 @@ def images(records: Records) -> dict[str, Figure]:
 
 
 def _panels(cells: list[Cell], pictures: dict[str, Record]) -> Figure:
-    kinds = [part for part in ("no factor", "factor") if any(name.endswith(f", {part}") for name in pictures)]
-    columns = [c for c in ("initial", "DM", "M3D") if any(name.startswith(c) for name in pictures)]
-    sheet = next(iter(pictures.values()))
-    side = WIDTH * 0.78 / (len(columns) * sheet["columns"])  # inches of one image; the rest is for names
-    height = len(kinds) * (sheet["rows"] * side + 0.2) + 0.2
-    layout = ConstrainedLayoutEngine(h_pad=0.02, w_pad=0.03, hspace=0, wspace=0)
-    figure = Figure(figsize=(WIDTH, height), layout=layout)
-    axes = figure.subplots(len(kinds), len(columns), squeeze=False)
-    for i, part in enumerate(kinds):
-        for j, name in enumerate(columns):
-            _panel(axes[i, j], pictures.get(f"{name}, {part}"), f"{name}, {part}", j == 0)
+    shown = [f"{name}, {part}" for part in ("no factor", "factor") for name in ("initial", "DM", "M3D")]
+    shown = [name for name in shown if name in pictures]
+    sheet = pictures[shown[0]]
+    side = WIDTH * 0.9 / sheet["columns"]  # inches of one image; the rest is for names
+    names = 0.5 if sheet["names"] else 0.0
+    figure = Figure(
+        figsize=(WIDTH, len(shown) * (sheet["rows"] * side + 0.05) + names + 0.25),
+        layout=ConstrainedLayoutEngine(h_pad=0.012, w_pad=0.02, hspace=0, wspace=0),
+    )
+    axes = figure.subplots(len(shown), 1, squeeze=False)[:, 0]
+    for k, name in enumerate(shown):
+        _panel(axes[k], pictures[name], name.replace(", ", ",\n"), named=k == 0)
     source = cells[0].sources[0]
     title = f"{FACTS[source.data].title}, {source.ipc} per class" if source.data in FACTS else source.data
     figure.suptitle(title, fontsize=_FONT)
     return figure
 
 
-def _panel(axes: Axes, sheet: Record | None, title: str, first: bool) -> None:
-    axes.set_xticks([])
-    axes.set_yticks([])
-    for spine in axes.spines.values():
-        spine.set_visible(False)
-    if sheet is None:
-        return
+def _panel(axes: Axes, sheet: Record, label: str, named: bool) -> None:
+    """A sheet of images, its ``label`` on the left; ``named``: the classes' names above."""
     pixels = np.asarray(Image.open(io.BytesIO(base64.b64decode(sheet["png"]))).convert("RGB"))
     rows, columns = sheet["rows"], sheet["columns"]
     h, w = pixels.shape[0] // rows, pixels.shape[1] // columns
@@ -284,10 +283,15 @@ def _panel(axes: Axes, sheet: Record | None, title: str, first: bool) -> None:
             top, left = r * (h + gap), c * (w + gap)
             canvas[top : top + h, left : left + w] = pixels[r * h : (r + 1) * h, c * w : (c + 1) * w]
     axes.imshow(canvas, interpolation="nearest")
-    axes.set_title(title, fontsize=_FONT - 0.5, pad=2)
-    if first and sheet["names"]:
-        names = [name.replace("/", "/\n") for name in sheet["names"]]
-        axes.set_yticks([r * (h + gap) + h / 2 for r in range(rows)], names, fontsize=_FONT - 1.5)
+    axes.set_xticks([])
+    axes.set_yticks([])
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    axes.set_ylabel(label, fontsize=_FONT - 1, labelpad=2)
+    if named and sheet["names"]:
+        axes.xaxis.tick_top()
+        middles = [c * (w + gap) + w / 2 for c in range(columns)]
+        axes.set_xticks(middles, sheet["names"], fontsize=_FONT - 1.5, rotation=40, ha="left", rotation_mode="anchor")
         axes.tick_params(length=0, pad=1)
 
 

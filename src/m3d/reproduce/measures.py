@@ -12,13 +12,14 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from m3d.data.imagenet import spoken
 from m3d.grid.cells import Cell
 from m3d.grid.work import Measure, Workshop
 from m3d.reproduce import toy
 from m3d.reproduce.moments import moment_distances
 from m3d.store import CondensedSet
 
-_PICTURE = (4, 2)  # rows and columns of images in a picture
+_PICTURE = (2, 10)  # rows and columns of images in a picture
 _PICTURE_SIDE = 120  # pixels of an image in a picture, at most
 
 
@@ -40,24 +41,24 @@ MEASURES: Mapping[str, Measure] = {"moments": _moments, "picture": _picture, "pa
 
 
 def picture(condensed: CondensedSet) -> dict[str, Any]:
-    """Some stored images as one PNG, in a record: two of each of four classes, or one each of eight at IPC 1."""
+    """Some stored images as one PNG, in a record: two of each of ten classes, one below the other, or at IPC 1 one each
+    of twenty."""
     rows, columns = _PICTURE
-    names = condensed.class_names
-    images = condensed.images.unflatten(0, (len(names), -1))  # [C, ipc, ch, h, w]
-    labelled = images.shape[1] >= columns
+    images = condensed.images.unflatten(0, (len(condensed.class_names), -1))  # [C, ipc, ch, h, w]
+    labelled = images.shape[1] >= rows
     if labelled:
-        shown = images[:rows, :columns]
+        shown = images[:columns, :rows].transpose(0, 1)
     else:
         first = images[: rows * columns, 0]
-        rows = max(1, len(first) // columns)
-        shown = first[: rows * columns].unflatten(0, (rows, -1))
+        columns = min(columns, len(first))
+        shown = first[: len(first) // columns * columns].unflatten(0, (-1, columns))
     buffer = io.BytesIO()
     _sheet(shown).save(buffer, format="PNG", optimize=True)
     return {
         "png": base64.b64encode(buffer.getvalue()).decode(),
         "rows": shown.shape[0],
         "columns": shown.shape[1],
-        "names": list(names[: shown.shape[0]]) if labelled else [],
+        "names": [spoken(name) for name in condensed.class_names[: shown.shape[1]]] if labelled else [],
     }
 
 

@@ -31,8 +31,10 @@ class Records:
     def __init__(self, out: Path, plan: Plan, overrides: Overrides):
         self.plan, self.overrides = plan, overrides
         self.folder = out / overrides.folder if overrides.folder else out
-        # A number that stands in several tables is measured once, whichever of them was made first.
-        self.journal = Journal(self.folder / f"{plan.name}.jsonl", plan.name, overrides, self.folder.glob("*.jsonl"))
+        # A number that stands in several tables is measured once, whichever of them was made first. Not where cells of
+        # one set, or of one machine, are compared with each other: there the set may have been made again since.
+        others = () if plan.alone else self.folder.glob("*.jsonl")
+        self.journal = Journal(self.folder / f"{plan.name}.jsonl", plan.name, overrides, others)
 
     @property
     def file(self) -> Path:

@@ -34,7 +34,8 @@ def markdown(plan: Plan, records: Records) -> str:
 
 
 def latex(plan: Plan, records: Records) -> str:
-    parts = [f"% {line}\n" for text in (*_warning(records), *_legend(plan)) for line in text.splitlines() if line]
+    parts = ["% needs \\usepackage{booktabs}\n"]
+    warning = [text.strip().strip("*") for text in _warning(records)]
     for table in plan.tables:
         columns = _shown(plan, table, records)
         head = " & ".join(_escape(h) for h in (*table.heads, *(c.label for c in columns)))
@@ -44,10 +45,13 @@ def latex(plan: Plan, records: Records) -> str:
         ]
         layout = "l" * len(table.heads) + "c" * len(columns)
         body = "".join(f"    {row} \\\\\n" for row in rows)
+        below = " ".join(filter(None, (*warning, table.note, *_legend(plan))))
         parts.append(
             f"% {table.title}\n\\begin{{tabular}}{{{layout}}}\n    \\toprule\n    {head} \\\\ \\midrule\n"
             f"{body}    \\bottomrule\n\\end{{tabular}}\n"
         )
+        if below:
+            parts.append(f"\\par\\smallskip{{\\footnotesize {_escape(below)}\\par}}\n")
     return "".join(parts)
 
 
@@ -93,8 +97,13 @@ def _text(plan: Plan, row: Row, column: Column, records: Records) -> str:
     spread = "" if theirs.sd is None else f" ± {theirs.sd:.1f}"
     paper = f"{theirs.mean:.{printed}f}{spread}" + ("†" if theirs.again else "")
     difference = _difference(ours, theirs, column)
-    shown = "" if difference is None else f", {difference:+.1f}".replace("-", "−")
+    shown = "" if difference is None else f", {_signed(difference)}"
     return f"{mine}, {paper}{shown}"
+
+
+def _signed(difference: float) -> str:
+    rounded = round(difference, 1)
+    return "±0.0" if rounded == 0 else f"{rounded:+.1f}".replace("-", "−")
 
 
 def _number(place: Place, digits: int) -> str:
@@ -143,7 +152,12 @@ def _short(commit: str) -> str:
     return digits[:10] + dash + state
 
 
+_WRITTEN = {
+    "&": r"\&", "%": r"\%", "_": r"\_", "#": r"\#", "±": r"$\pm$", "×": r"$\times$", "−": "$-$", "†": r"$^\dagger$",
+    "≤": r"$\le$", "–": "--", "·": r"$\cdot$", "²": "$^2$", "₂": "$_2$", "λ": r"$\lambda$", "¼": r"$\frac14$",
+    "½": r"$\frac12$", "¾": r"$\frac34$", "‖": r"$\|$", "Σ": r"$\Sigma$", "→": r"$\to$", "…": r"\dots{}",
+}  # fmt: skip
+
+
 def _escape(text: str) -> str:
-    for plain, written in (("&", r"\&"), ("%", r"\%"), ("_", r"\_"), ("#", r"\#")):
-        text = text.replace(plain, written)
-    return text.replace("±", r"$\pm$").replace("×", r"$\times$").replace("−", "$-$").replace("†", r"$^\dagger$")
+    return "".join(_WRITTEN.get(letter, letter) for letter in text)
