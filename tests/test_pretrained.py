@@ -3,13 +3,16 @@
 import copy
 import logging
 import signal
+from dataclasses import replace
 
 import pytest
 import torch
 from torch.nn import functional
 
 import m3d
+from m3d import rng
 from m3d.batches import Images
+from m3d.costs import borrowing
 from m3d.engine import Watch, condense
 from m3d.errors import Interrupted, M3DError
 from m3d.kernels import Gaussian, Linear
@@ -21,6 +24,7 @@ from m3d.pools.pretrained import Pretrained, encoder_recipe
 from m3d.runtime import Runtime, time_limit
 from m3d.step import Step
 from m3d.store import RunFolder
+from m3d.synth import Tiles
 from m3d.terminal import _said
 from m3d.train import Recipe, Trainer
 from m3d.trained import cache_folder, trained_networks
@@ -76,6 +80,17 @@ def test_ends_of_the_range_and_iterations_per_model(tiny):
     assert not torch.equal(fresh.parameters_flat, fresh.trained)
 
 
+def test_draws_are_made_in_blocks_and_each_depends_on_its_number_alone(tiny):
+    pool = live(tiny, low=0.1, high=0.8, every=2)
+    for step in (0, 1, 126, 128, 130, 2):  # both sides of a block's end, and back
+        pool.draw(step)
+        words = rng.bits(0, rng.Purpose.MIXTURE, torch.tensor([step // 2]), torch.arange(2), 1)[0, :, 0]
+        row, share = int(words[0] % 3), 0.1 + 0.7 * float(words[1] >> 8) * 2.0**-24
+        assert torch.equal(pool.trained, pool.networks.final[row])
+        expected = torch.lerp(pool.networks.final[row], pool.networks.initial[row], share)
+        torch.testing.assert_close(pool.parameters_flat, expected)
+
+
 def test_the_ramp_raises_the_trust_in_proportion(tiny):
     pool = live(tiny, ramp=4, every=2)
     trusts = []
@@ -126,6 +141,32 @@ def test_training_that_is_stopped_goes_on_where_it_was(tiny, monkeypatch, tmp_pa
     assert [file.suffix for file in cache_folder().iterdir()] == [".safetensors"]
     again = trained_networks(tiny, NET, encoder_recipe(3), 2, 0, CPU)
     assert again.seconds == again.earlier == resumed.seconds
+
+
+def test_held_out_images_are_neither_learned_from_nor_mistaken_for(tiny, monkeypatch, tmp_path):
+    """Networks of data with a part held out are others than those of all of them, and never see that part."""
+    held = tiny.hold_out(0.25, 0)
+    assert held.val is not None and len(held.train) < len(tiny.train)
+    recipe = Recipe(2, 8, 0.05)
+    whole, part = (trained_networks(data, NET, recipe, 2, 0, CPU).final for data in (tiny, held))
+    assert not torch.equal(whole, part)
+    spoiled = replace(held, val=held.test)
+    monkeypatch.setenv("M3D_CACHE", str(tmp_path))  # nothing is there
+    assert torch.equal(trained_networks(spoiled, NET, recipe, 2, 0, CPU).final, part)
+
+
+def test_memory_of_networks_from_the_cache_counts(tiny, monkeypatch):
+    """On a GPU training takes more of it than the steps; whoever finds the networks made pays as well."""
+    monkeypatch.setattr(Runtime, "peak_memory", lambda self: 2**30)
+    trained_networks(tiny, NET, Recipe(1, 8, 0.05), 2, 0, CPU)
+    monkeypatch.setattr(Runtime, "peak_memory", lambda self: 5)
+    with borrowing() as paid:
+        trained_networks(tiny, NET, Recipe(1, 8, 0.05), 2, 0, CPU)
+    assert paid.memory == 2**30 and paid.seconds > 0
+    method = make_method("dance", Task("tiny", tiny.shape, 3, 1), {**SMALL, "steps": 2})[0]
+    for _ in range(2):
+        outcome = condense(method, tiny, FlatNet(make_net(NET, tiny.shape, 3)), 1, 0, CPU)
+    assert outcome.borrowed_memory == 5
 
 
 def test_weights_that_blow_up_are_not_kept(tiny, monkeypatch, tmp_path):
@@ -242,7 +283,14 @@ def test_published_settings_and_defaults():
     assert big.matching.pool.recipe.batch == 64 and dance.matching.pool.recipe.batch == 512
     for name in ("m3d+", "dance", "ncfm"):
         assert make_method(name, small, {"encoder_batch": 32})[0].matching.pool.recipe.batch == 32
-    assert (ncfm.steps, ncfm.matching.player, ncfm.matching.objective.frequencies) == (20_000, AdamW(0.001), 4096)
+    player = AdamW(0.001, turns=10)
+    assert (ncfm.steps, ncfm.matching.player, ncfm.matching.objective.frequencies) == (20_000, player, 4096)
+    assert make_method("ncfm", small, {"turns": 1})[0].matching.player == AdamW(0.001)
+    for ipc, lr in ((1, 0.01), (50, 0.5)):
+        assert make_method("dance", Task("any", (3, 32, 32), 10, ipc), {})[0].matching.player.lr == pytest.approx(lr)
+    for ipc, tiles in ((1, Tiles(2, upsample="bicubic")), (10, Tiles(1)), (50, Tiles(1))):  # as M3D's there
+        grey = make_method("m3d+", Task("fashion-mnist", (1, 28, 28), 10, ipc), {})[0]
+        assert grey.tiles == tiles and str(grey.matching.augment) == "color+crop"
     assert ncfm.matching.objective.scale == 300 and ncfm.matching.objective.climber is None
     learned = make_method("ncfm", small, {"sampler": "learned", "lr_sampler": 0.5})[0]
     assert learned.matching.objective.climber == AdamW(0.5, ascent=True)
@@ -322,6 +370,26 @@ def test_resume_is_bit_identical(tiny, tmp_path, monkeypatch, name, options, sto
         condense(method, tiny, net, 2, 0, CPU, Watch(report=stop, folder=RunFolder(tmp_path)))
     resumed = condense(method, tiny, net, 2, 0, CPU, Watch(folder=RunFolder(tmp_path)))
     assert torch.equal(resumed.pixels, whole.pixels) and resumed.losses == whole.losses
+
+
+@pytest.mark.parametrize(("turns", "decay"), [(2, 0.0), (10, 0.3), (100, 0.0)])
+def test_a_round_of_turns_is_that_many_steps_of_the_library_s(turns, decay):
+    """Classes share one optimiser: each has its gradient in its own turn. The first one's path, step for step."""
+    generator = torch.Generator().manual_seed(0)
+    start, gradients = torch.randn(turns, 5, generator=generator), torch.randn(12, turns, 5, generator=generator)
+    mine, theirs = start.clone(), start.clone().requires_grad_()
+    player = AdamW(0.03, decay=decay, turns=turns).start(mine)
+    optimiser = torch.optim.AdamW([theirs], lr=0.03, weight_decay=decay)
+    for round_ in gradients:
+        player.step(round_)
+        for c in range(turns):
+            theirs.grad = torch.zeros_like(theirs)
+            theirs.grad[c] = round_[c]
+            optimiser.step()
+        torch.testing.assert_close(mine[0], theirs.detach()[0], atol=2e-5, rtol=1e-4)
+    assert AdamW(0.1).turns == 1
+    with pytest.raises(M3DError, match="turns=0"):
+        AdamW(0.1, turns=0)
 
 
 @pytest.mark.parametrize("ascent", [False, True])

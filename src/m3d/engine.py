@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -77,6 +77,7 @@ class Outcome:
     judged: list[tuple[int, float]] = field(default_factory=list)
     learned: dict[str, float] = field(default_factory=dict)  # numbers learned beside the pixels
     best_learned: dict[str, float] = field(default_factory=dict)  # the same when the best pixels were kept
+    borrowed_memory: int = 0  # bytes that work taken from a cache used at most
 
     @classmethod
     def joined(cls, parts: Sequence[Outcome]) -> Outcome:
@@ -86,7 +87,8 @@ class Outcome:
         pixels, total = torch.cat([p.pixels for p in parts]), sum(len(p.pixels) for p in parts)
         steps = zip(*(p.losses for p in parts), strict=True)
         losses = [sum(len(p.pixels) * x for p, x in zip(parts, step, strict=True)) / total for step in steps]
-        return cls(pixels, losses, sum(p.seconds for p in parts))
+        memory = max(p.borrowed_memory for p in parts)
+        return cls(pixels, losses, sum(p.seconds for p in parts), borrowed_memory=memory)
 
 
 def condense(
@@ -113,10 +115,12 @@ def condense(
         pixels = method.tiles.encode(method.init(data, ipc * method.tiles.cells, seed, runtime, shard.ranks))
         own = pixels[shard.mine.start : shard.mine.stop]
         step = None if method.matching is None else Step(method, data, net, own, seed, runtime, shard)
-        paid = sum(borrowed) if watch.pays_for_networks else 0.0
+        paid = borrowed.seconds if watch.pays_for_networks else 0.0
         if step is None:
-            return Outcome(pixels[shard.run.start : shard.run.stop].cpu(), [], paid + time.perf_counter() - began)
-        return _Run(step, watch, began, paid).finish()
+            outcome = Outcome(pixels[shard.run.start : shard.run.stop].cpu(), [], paid + time.perf_counter() - began)
+        else:
+            outcome = _Run(step, watch, began, paid).finish()
+        return replace(outcome, borrowed_memory=borrowed.memory)
 
 
 class _Run:

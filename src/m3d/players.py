@@ -75,6 +75,14 @@ class AdamW:
     """Adam with decoupled weight decay (Loshchilov & Hutter, 2019); with ``ascent`` it climbs instead.
 
     x ← (1 − lr·decay)·x − lr · m̂ / (√v̂ + ε), m̂ and v̂ the running means of g and g², corrected for their start at 0.
+
+    With ``turns`` C > 1 one step is what C steps of an optimiser do that classes share by turns: in one of them a class
+    has its gradient, in the others none, while its running means fade and it moves on by what is left of them,
+
+        m ← β₁ᶜ·m + (1 − β₁)·g,   v ← β₂ᶜ·v + (1 − β₂)·g²,
+        x ← dᶜ·x − lr · m / (√v + ε) · Σ_{j<C} dᶜ⁻¹⁻ʲ · β₁ʲ / (1 − β₁ᵗ⁺ʲ) · √((1 − β₂ᵗ⁺ʲ) / β₂ʲ),   d = 1 − lr·decay
+
+    with t the number of the class's own turn, taken to be the first of each round for all.
     """
 
     lr: float
@@ -82,10 +90,13 @@ class AdamW:
     decay: float = 0.0
     epsilon: float = 1e-8
     ascent: bool = False
+    turns: int = 1
 
     def __post_init__(self) -> None:
         if not 0 < self.lr < float("inf"):
             raise M3DError(f"lr={self.lr} is not valid; allowed: a positive number")
+        if self.turns < 1:
+            raise M3DError(f"turns={self.turns} is not valid; allowed: 1 and more")
         if not all(0 <= beta < 1 for beta in self.betas):
             raise M3DError(f"betas={self.betas} are not valid; allowed: two numbers from 0 up to, but not including, 1")
 
@@ -105,6 +116,7 @@ class _LiveAdamW(LivePlayer):
         self.register_buffer("first", torch.zeros_like(target, requires_grad=False))
         self.register_buffer("second", torch.zeros_like(target, requires_grad=False))
         self.register_buffer("taken", torch.zeros((), device=target.device))
+        self._later = torch.arange(record.turns, device=target.device)  # [C]: steps after a class's own turn
 
     @torch.no_grad()
     def step(self, gradient: Tensor) -> None:
@@ -112,8 +124,23 @@ class _LiveAdamW(LivePlayer):
         gradient = -gradient if record.ascent else gradient
         self.taken.add_(1)
         low, high = record.betas
+        if record.turns > 1:
+            self._round(gradient, low, high)
+            return
         self.first.lerp_(gradient, 1 - low)
         self.second.mul_(high).addcmul_(gradient, gradient, value=1 - high)
         mean = self.first / (1 - low**self.taken)
         spread = (self.second / (1 - high**self.taken)).sqrt_().add_(record.epsilon)
         target.mul_(1 - record.lr * record.decay).sub_(mean / spread, alpha=record.lr)
+
+    def _round(self, gradient: Tensor, low: float, high: float) -> None:
+        """All the turns of a round at once."""
+        record, target, turns = self.record, self._target[0], self.record.turns
+        self.first.mul_(low**turns).add_(gradient, alpha=1 - low)
+        self.second.mul_(high**turns).addcmul_(gradient, gradient, value=1 - high)
+        number = (self.taken - 1) * turns + 1 + self._later
+        each = low**self._later / (1 - low**number) * ((1 - high**number) / high**self._later).sqrt()
+        left = 1 - record.lr * record.decay
+        length = (each * left ** (turns - 1 - self._later)).sum()
+        move = self.first / self.second.sqrt().add_(record.epsilon)
+        target.mul_(left**turns).sub_(move * (record.lr * length))

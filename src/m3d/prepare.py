@@ -156,7 +156,8 @@ class Prepared:
         if learned:
             manifest["learned"] = dict(learned)
         if outcome is not None:
-            manifest |= {"seconds": round(outcome.seconds, 3), "peak_memory": self.runtime.peak_memory()}
+            memory = max(self.runtime.peak_memory(), outcome.borrowed_memory)
+            manifest |= {"seconds": round(outcome.seconds, 3), "peak_memory": memory}
             if outcome.losses:
                 manifest["loss"] = outcome.losses[steps - 1]
             if outcome.judged:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from m3d.costs import borrowing
 from m3d.data.classes import Dataset
 from m3d.errors import M3DError
 from m3d.nets import make_net
@@ -60,14 +61,15 @@ def relabel(condensed: CondensedSet, data: Dataset, teachers: Teachers, runtime:
     make_net(teachers.teacher, data.shape, data.classes)  # a wrong name is said before anything is trained
     began = time.perf_counter()
     recipe = default_recipe(teachers.epochs)
-    trained = trained_networks(data, teachers.teacher, recipe, teachers.teachers, teachers.seed, runtime)
+    with borrowing() as paid:  # a teacher from the cache costs what its training took
+        trained = trained_networks(data, teachers.teacher, recipe, teachers.teachers, teachers.seed, runtime)
     images, classes = condensed.hard().decoded()
     soft = averaged_softmax(trained, images, data, teachers.temperature, runtime).cpu()
     told: dict[str, Any] = {
         **asdict(teachers),
         "agreement": round(float((soft.argmax(1) == classes).double().mean()), 6),  # with the images' classes
         "precision": runtime.precision,
-        "seconds": round(time.perf_counter() - began, 3),
+        "seconds": round(time.perf_counter() - began + paid.seconds, 3),
     }
     return replace(condensed, manifest={**condensed.manifest, "soft_labels": told}, soft=soft)
 

@@ -88,9 +88,9 @@ def trained_networks(
     workers = ranks.workers(repeats)
     kept = _kept(path, initial, ranks)
     if kept is not None:
-        final, seconds = kept
+        final, seconds, memory = kept
         log.info("%d trained %s come from the cache; their training took %.1f s", repeats, spec, seconds)
-        borrow(seconds / workers)
+        borrow(seconds / workers, memory)
         return Trained(net, initial, final, seconds / workers, seconds / workers)
     log.info("training %d %s for %d epochs on %s", repeats, spec, recipe.epochs, data.name)
     began = time.perf_counter()
@@ -104,7 +104,8 @@ def trained_networks(
     if not bool(torch.isfinite(final).all()):
         raise M3DError(f"{spec}: weights are not finite after training on {data.name}; try --precision fp32")
     if ranks.leads:
-        _keep(path, {"final": final}, {**asked, "training_accuracy": accuracy, "seconds": seconds * workers})
+        paid = {"seconds": seconds * workers, "peak_memory": runtime.peak_memory()}
+        _keep(path, {"final": final}, {**asked, "training_accuracy": accuracy, **paid})
         path.with_suffix(".begun").unlink(missing_ok=True)
     borrow(earlier)
     return Trained(net, initial, final, seconds, earlier)
@@ -192,30 +193,33 @@ def _begun(path: Path) -> tuple[Tensor, int, float] | None:
         raise M3DError(f"{str(path)!r} does not hold training that was stopped ({error}); delete it") from error
 
 
-def _kept(path: Path, like: Tensor, ranks: Ranks) -> tuple[Tensor, float] | None:
-    """(weights like ``like`` [R, P], seconds of training) on every process, if the first one has them in its cache."""
+def _kept(path: Path, like: Tensor, ranks: Ranks) -> tuple[Tensor, float, int] | None:
+    """(weights like ``like`` [R, P], seconds of training, bytes of memory) on every process, if the first one has them
+    in its cache."""
     with ranks.alike():
         found = _read(path, like.shape) if ranks.leads else None
     if not ranks.any(found is not None):
         return None
-    final, seconds = found or (torch.empty_like(like), 0.0)
-    return ranks.given(final.to(like.device)), ranks.told(seconds)
+    final, seconds, memory = found or (torch.empty_like(like), 0.0, 0)
+    return ranks.given(final.to(like.device)), ranks.told(seconds), int(ranks.told(float(memory)))
 
 
-def _read(path: Path, shape: torch.Size) -> tuple[Tensor, float] | None:
-    """([R, P], seconds of training) of a file of the cache; None if it is not there, or damaged, which is said."""
+def _read(path: Path, shape: torch.Size) -> tuple[Tensor, float, int] | None:
+    """([R, P], seconds of training, bytes of memory) of a file of the cache; None if it is not there, or damaged, which
+    is said."""
     if not path.exists():
         return None
     try:
         tensors, about = read_checked(path)
         final, seconds = tensors.get("final"), float(about.get("seconds", 0.0))
+        memory = int(about.get("peak_memory", 0))
     except (M3DError, TypeError, ValueError) as error:
         log.warning("%s; its networks are trained again", error)
         return None
     if final is None or final.shape != shape:
         log.warning("%r does not hold the networks it is named for; they are trained again", str(path))
         return None
-    return final, seconds
+    return final, seconds, memory
 
 
 def cache_folder() -> Path:

@@ -34,7 +34,7 @@ def test_every_entry_has_its_place_in_a_plan():
 def test_every_method_has_its_own_papers_numbers():
     """As the tables of the field quote them; where the paper prints one too, it is the same."""
     values = sections()["methods"]["values"]
-    assert len(values) == 15 and {*values, "M3D+", "DataDAM, not whitened"} == {
+    assert len(values) == 15 and {*values, "M3D+", "DataDAM, not whitened", "NCFM, plain steps"} == {
         r.key for r in PLANS["methods"].tables[0].rows
     }
     again = 0

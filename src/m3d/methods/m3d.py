@@ -48,7 +48,7 @@ def default_factor(shape: tuple[int, int, int]) -> int:
     return 1 if side < 24 else 2 if side < 128 else 3
 
 
-class _Own(NamedTuple):
+class Own(NamedTuple):
     """What a method takes where nothing else was said."""
 
     factor: int
@@ -56,13 +56,13 @@ class _Own(NamedTuple):
     augment: str
 
 
-def _own(task: Task) -> _Own:
+def own_settings(task: Task) -> Own:
     """Garments fill their images: enlarged quarters are not what a test image looks like, and cutout hides too much."""
     if task.data != "fashion-mnist":
-        return _Own(default_factor(task.shape), "bilinear", "color+crop+cutout")
+        return Own(default_factor(task.shape), "bilinear", "color+crop+cutout")
     if task.ipc >= 10:
-        return _Own(1, "bilinear", "color+crop")
-    return _Own(default_factor(task.shape), "bicubic", "color+crop")
+        return Own(1, "bilinear", "color+crop")
+    return Own(default_factor(task.shape), "bicubic", "color+crop")
 
 
 @METHODS.register("m3d", paper="Zhang et al., AAAI 2024", equation="Eq. 9, Algorithm 1", cost="low")
@@ -88,7 +88,7 @@ def m3d(
         if chosen.rate is None:
             raise M3DError(f"kernel {kernel!r} has no default learning rate; give one with --lr")
         lr = chosen.rate * size_rate(task.shape) * task.ipc
-    own = _own(task)
+    own = own_settings(task)
     factor = own.factor if factor is None else factor
     upsample = own.upsample if upsample is None else upsample
     augment = own.augment if augment is None else augment

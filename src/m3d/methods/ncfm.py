@@ -8,8 +8,8 @@ network proposes the frequencies and is trained by ascent on the same loss: the 
 Published settings: AdamW 0.001 on the images, 20,000 iterations, 4,096 frequencies in the code (1,024 in the paper).
 
 Departures:
-- All classes move in one step. The authors step class after class through one AdamW whose running means are then of all
-  classes' turns; for AdamW that is not the same path.
+- All classes move in one step. The authors step class after class through one AdamW, in which a class moves on in the
+  others' turns: about √classes times as far in a round. ``turns`` makes a step of ours such a round (1: a plain step).
 - The learning rate is constant; the authors lower it when the loss stays on a plateau.
 - The number of real images, the weight of the cross-entropy (1), the training of the encoders (DANCE's here) and the
   size and learning rate of the sampler are not in our sources. Pixels do not decay.
@@ -37,6 +37,7 @@ def ncfm(
     *,
     steps: int = 20_000,
     lr: float = 0.001,
+    turns: int | None = None,
     factor: int | None = None,
     sampler: Literal["normal", "learned"] = "normal",
     lr_sampler: float = 0.001,
@@ -57,6 +58,7 @@ def ncfm(
 ) -> Method:
     """Match characteristic functions of representations, under encoders between random and trained ones."""
     climber = AdamW(lr_sampler, ascent=True)
+    turns = task.classes if turns is None else turns
     encoder_batch = default_batch(task.shape) if encoder_batch is None else encoder_batch
     factor = default_factor(task.shape) if factor is None else factor
     recipe = encoder_recipe(encoder_epochs, encoder_batch, encoder_lr)
@@ -68,11 +70,11 @@ def ncfm(
             pool=Pretrained(recipe, encoders, mix_low, mix_high, ipm),
             objective=CharacteristicGap(frequencies, amplitude, climber if sampler == "learned" else None),
             guide=CrossEntropy(ce_weight) if ce_weight else None,
-            player=AdamW(lr),
+            player=AdamW(lr, turns=turns),
             augment=Augment.parse(augment),
             batch_real=batch_real,
             batch_syn_max=batch_syn_max,
             diverged_at=100.0,  # the size of the loss depends on the encoder of the moment
         ),
-        settled={"factor": factor, "encoder_batch": encoder_batch},
+        settled={"turns": turns, "factor": factor, "encoder_batch": encoder_batch},
     )

@@ -20,6 +20,8 @@ from m3d.train import Recipe
 from m3d.trained import Trained, trained_networks
 from m3d.types import Eyes
 
+_BLOCK = 64  # draws that are made together
+
 
 def encoder_recipe(epochs: int, batch: int = 512, lr: float = 0.05) -> Recipe:
     """SGD whose rate falls linearly to 0, one augmentation of the full list per batch."""
@@ -81,8 +83,13 @@ class _PretrainedPool(LivePool):
         for name in ("parameters_flat", "trained"):
             self.register_buffer(name, torch.zeros_like(base), persistent=False)
         self.register_buffer("trust", torch.ones((), device=base.device), persistent=False)
-        self.index = torch.zeros(1, dtype=torch.long, device=base.device)  # which draw; read on the device
-        self.lanes = torch.arange(2, device=base.device)
+        # Which network, and how much of its initial weights, for a block of draws together: a random number takes a
+        # hundred small operations, however many are asked for. The device reads which draw it is.
+        self.index = torch.zeros(1, dtype=torch.long, device=base.device)
+        self.slot = torch.zeros_like(self.index)
+        self.rows = torch.zeros(_BLOCK, dtype=torch.long, device=base.device)
+        self.shares = torch.zeros(_BLOCK, device=base.device)
+        self._drawn = -1  # which block they are
         self._refill = Repeated(self._fill, world.runtime)
 
     def eyes(self) -> Eyes:
@@ -95,15 +102,27 @@ class _PretrainedPool(LivePool):
         self.draw(step)
 
     def draw(self, step: int) -> None:
-        self.index.fill_(step // self.record.every)
+        number = step // self.record.every
+        block, slot = divmod(number, _BLOCK)
+        if block != self._drawn:
+            self._draw_block(block)
+            self._drawn = block
+        self.index.fill_(number)
+        self.slot.fill_(slot)
         self._refill()
+
+    @torch.no_grad()
+    def _draw_block(self, block: int) -> None:
+        record, device = self.record, self.rows.device
+        numbers = torch.arange(block * _BLOCK, (block + 1) * _BLOCK, device=device)
+        words = rng.bits(self.seed, rng.Purpose.MIXTURE, numbers, torch.arange(2, device=device), 1)[..., 0]  # [n, 2]
+        self.rows.copy_(words[:, 0] % record.networks)
+        self.shares.copy_(record.low + (record.high - record.low) * (words[:, 1] >> 8).float() * 2.0**-24)
 
     @torch.no_grad()
     def _fill(self) -> None:
         record, networks = self.record, self.networks
-        words = rng.bits(self.seed, rng.Purpose.MIXTURE, self.index, self.lanes, 1)[0]  # [2, 1]
-        row = words[0] % record.networks
-        share = record.low + (record.high - record.low) * (words[1] >> 8).float() * 2.0**-24
+        row, share = self.rows.index_select(0, self.slot), self.shares.index_select(0, self.slot)
         self.trained.copy_(pick(networks.final, row))
         self.parameters_flat.copy_(torch.lerp(self.trained, pick(networks.initial, row), share))
         if record.ramp:

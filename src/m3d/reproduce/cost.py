@@ -45,7 +45,14 @@ _METHODS = {
     "m3d+": 1.4,
     "ncfm": 2.5,
 }
-_REAL = {"m3d": 128, "m3d+": 128, "dance": 128, "idc": 64, "idc-i": 64}  # real images per class and step; others 256
+_REAL = {
+    "m3d": 128,
+    "m3d+": 128,
+    "dance": 128,
+    "ncfm": 128,
+    "idc": 64,
+    "idc-i": 64,
+}  # real images per class and step; others 256
 _EPOCHS = {
     "paper": 1000,
     "dsa": 1000,
@@ -127,8 +134,8 @@ def factor(source: Source) -> int:
         return 1
     if FACTS[source.data].shape[1] >= 128:
         return 3
-    if (source.method, source.data) == ("m3d", "fashion-mnist") and source.ipc >= 10:
-        return 1
+    if source.method in ("m3d", "m3d+") and source.data == "fashion-mnist":
+        return 1 if source.ipc >= 10 else 2
     return 4 if (source.method, source.ipc) == ("m3d+", 1) else 2
 
 
