@@ -116,3 +116,16 @@ def test_a_stopped_run_says_how_it_goes_on(tmp_path):
         m3d.condense("digits", 1, out=tmp_path / "run", report=press, **options)
     with pytest.raises(M3DError, match=r"run' is not finished; go on with: m3d condense --resume .*run$"):
         m3d.evaluate(tmp_path / "run")
+
+
+def test_what_was_held_out_stays_so_where_the_data_are_named_again(digits):
+    """Teachers of a set whose data are named (--data) must not learn from the part that judges it."""
+    from m3d.origin import load_source
+
+    data = m3d.load_data("digits", val_fraction=0.2, split_seed=3)
+    made = m3d.condense(data, 1, "random")
+    again = load_source(made, "digits")
+    assert again.train.fingerprint == data.train.fingerprint and again.val is not None
+    assert again.val.fingerprint == data.val.fingerprint
+    plain = load_source(m3d.condense(digits, 1, "random"), "digits")
+    assert plain.val is None and len(plain.train) == len(data.train) + len(data.val)

@@ -26,7 +26,7 @@ SETTINGS = {"net": NET, "protocol": PROTOCOL, "full_protocol": FULL, "runtime": 
 
 @pytest.fixture
 def condensed(tiny) -> CondensedSet:
-    return m3d.condense(tiny, 2, "m3d", net=NET, steps=2, batch_real=4)  # factor 2
+    return m3d.condense(tiny, 2, "m3d", net=NET, steps=2, batch_real=4, factor=2)
 
 
 @pytest.fixture

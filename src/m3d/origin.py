@@ -60,6 +60,10 @@ def _named_instead(
     parts = ("test_fraction", "val_fraction", "split_seed")
     before = {k: v for k in parts if (v := checked_part(recipe, k, "the set's manifest")) is not None}
     if "test_fraction" not in before:
+        if before.get("val_fraction"):  # the set's own data at another place: what was held out stays so
+            dataset = load_data(data, test_fraction=fraction, **before, **reading)
+            if dataset.train.fingerprint == fingerprint:
+                return dataset
         return load_data(data, test_fraction=fraction, **reading)
     try:
         dataset = load_data(data, **{**before, "test_fraction": fraction or before["test_fraction"]}, **reading)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,6 +13,7 @@ import typer
 
 from m3d.errors import Interrupted, M3DError
 from m3d.grid.cells import Cell, Overrides, Source, Value, short_name
+from m3d.grid.drift import Change
 from m3d.grid.journal import Journal, Record
 from m3d.grid.telling import Telling, check_time_limit
 from m3d.grid.where import Where
@@ -130,11 +131,15 @@ def load_options(
     return tuple((name, value) for name, value in chosen.items() if value is not None)
 
 
-def rank(cells: dict[Setting, list[Cell]], journal: Journal) -> list[dict[str, Any]]:
-    """One row per setting that has a record, the best of an IPC first: the mean over seeds and their sd."""
+def rank(cells: dict[Setting, list[Cell]], journal: Journal, stale: Container[str] = ()) -> list[dict[str, Any]]:
+    """One row per setting that has a record, the best of an IPC first: the mean over seeds and their sd.
+
+    Cells whose keys are in ``stale`` do not count: they were made under other defaults than the rest.
+    """
     rows = []
     for setting, of_it in cells.items():
-        found: list[Record] = [r for cell in of_it if (r := journal.of(cell)) is not None]
+        known = [cell for cell in of_it if cell.key not in stale]
+        found: list[Record] = [r for cell in known if (r := journal.of(cell)) is not None]
         if not found:
             continue
         means = [float(r["accuracy"]) for r in found]
@@ -228,22 +233,30 @@ class Call:
 
         job = Job(_seed_by_seed(cells), journal, self.place, settings=todays)
         telling = Telling(_headline, self.as_json, records=False)
+        stale: set[str] = set()
         try:
             with telling.watched() as (listener, watch):
-                summary = run(job, listener=listener, watch=watch, **settings)
+
+                def outdated(cell: Cell, changes: Sequence[Change]) -> None:
+                    stale.add(cell.key)
+                    listener.outdated(cell, changes)
+
+                summary = run(job, listener=replace(listener, outdated=outdated), watch=watch, **settings)
         except Interrupted as stop:
-            self._show(cells, journal)
+            self._show(cells, journal, stale)
             typer.echo(f"m3d: {stop}; the same command goes on from here", err=True)
             raise SystemExit(130) from None
         if summary.skipped and not self.as_json:
             typer.echo(f"{summary.skipped} of {len(job.cells)} cells were finished before")
-        self._show(cells, journal)
+        self._show(cells, journal, stale)
         if summary.failed:
             cell, error = summary.failed[0]
             raise M3DError(f"{counted(len(summary.failed), 'cells')} failed; {cell.key}: {error}")
 
-    def _show(self, cells: dict[Setting, list[Cell]], journal: Journal) -> None:
-        rows = rank(cells, journal)
+    def _show(self, cells: dict[Setting, list[Cell]], journal: Journal, stale: set[str]) -> None:
+        rows = rank(cells, journal, stale)
+        if stale:
+            typer.echo(f"m3d: not ranked, as made under other defaults: {counted(len(stale), 'cells')}", err=True)
         if self.as_json:
             how = {"data": self.sweep.data, "split": self.sweep.split, **dict(self.sweep.load)}
             typer.echo(json.dumps({**how, "records": str(journal.file), "ranking": rows}))
