@@ -87,16 +87,17 @@ def test_an_evaluation_is_written_down_where_compare_finds_it(tmp_path):
 
 
 def test_what_networks_cost_does_not_depend_on_the_cache(monkeypatch, tmp_path):
-    """Herding asks for a trained network: found in the cache, its seconds count as they did the first time."""
+    """Herding asks for a trained network: found in the cache, its seconds and memory count as the first time."""
     from m3d import trained
 
     options = {"net": "convnet2:width=8", "network": "convnet2:width=8", "device": "cpu"}
     first = m3d.condense("digits", 1, "herding", **options).manifest["seconds"]
     asked = []
     original = trained._read
-    monkeypatch.setattr(trained, "_read", lambda *a: asked.append(found := original(*a)) or (found[0], 1000.0))
-    again = m3d.condense("digits", 2, "herding", **options).manifest["seconds"]
-    assert asked and asked[0][1] <= first and 1000 < again < 1000 + 10 * first + 60
+    monkeypatch.setattr(trained, "_read", lambda *a: asked.append(found := original(*a)) or (found[0], 1000.0, 2**40))
+    again = m3d.condense("digits", 2, "herding", **options).manifest
+    assert asked and asked[0][1] <= first and 1000 < again["seconds"] < 1000 + 10 * first + 60
+    assert again["peak_memory"] == 2**40
 
 
 def test_a_stopped_run_says_how_it_goes_on(tmp_path):

@@ -179,7 +179,7 @@ def test_sub_tasks_count_the_networks_they_share_once(tiny, monkeypatch):
     given = {"encoders": 1, "encoder_epochs": 1, "steps": 1, **QUICK}
     m3d.condense(tiny, 2, "m3d+", **given)  # trains them
     original = trained._read
-    monkeypatch.setattr(trained, "_read", lambda *arguments: (original(*arguments)[0], 1000.0))
+    monkeypatch.setattr(trained, "_read", lambda *arguments: (original(*arguments)[0], 1000.0, 0))
     for parts in (1, 3):
         made = m3d.condense(tiny, 2, "m3d+", subtasks=parts, **given)
         assert 1000 < made.manifest["seconds"] < 2000
