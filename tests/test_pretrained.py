@@ -1,12 +1,15 @@
 """Pre-trained encoders and the methods on them: m3d+, dance, ncfm; averaging, AdamW, schedules; exact resumption."""
 
 import copy
+import io
 import logging
+import re
 import signal
 from dataclasses import replace
 
 import pytest
 import torch
+from rich.console import Console
 from torch.nn import functional
 
 import m3d
@@ -25,7 +28,7 @@ from m3d.runtime import Runtime, time_limit
 from m3d.step import Step
 from m3d.store import RunFolder
 from m3d.synth import Tiles
-from m3d.terminal import _said
+from m3d.terminal import said
 from m3d.train import Recipe, Trainer
 from m3d.trained import cache_folder, trained_networks
 
@@ -196,12 +199,16 @@ def test_the_training_counts_as_the_run_s_time(tiny, monkeypatch, tmp_path, capl
     assert 1000 < m3d.resume(tmp_path / "run", data=tiny).manifest["seconds"] < 1500
 
 
-def test_what_is_logged_is_shown():
-    lines = []
-    with _said(lines.append):
-        logging.getLogger("m3d.trained").info("epoch %d of %d", 3, 20)
+def test_what_is_logged_is_shown(tiny, monkeypatch, tmp_path):
+    """Line by line, and how far the training is as a bar."""
+    monkeypatch.setenv("M3D_CACHE", str(tmp_path))
+    monkeypatch.setattr("m3d.trained._REPORT_SECONDS", 0.0)
+    console = Console(file=io.StringIO(), force_terminal=True, width=120)
+    with said(console):
+        trained_networks(tiny, NET, Recipe(3, 8, 0.05), 2, 0, CPU)
     logging.getLogger("m3d.trained").info("nobody listens")
-    assert lines == ["epoch 3 of 20"]
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", console.file.getvalue())
+    assert "training 2" in text and "3/3 epochs" in text and "nobody" not in text
 
 
 def step_of(name, data, ipc=2, **options):

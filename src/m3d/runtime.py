@@ -120,6 +120,11 @@ class Runtime:
         finally:
             _counting.reset(began)
 
+    def wait(self) -> None:
+        """Until the device has done what it was asked to."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     def peak_memory(self) -> int:
         """Bytes of device memory in use at most since counting began; 0 on the CPU."""
         return torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0

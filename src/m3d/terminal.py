@@ -29,7 +29,7 @@ def progress_bar(quiet: bool) -> Iterator[Callable[[Progress], None] | None]:
 
     console = Console(stderr=True)
     fields = ("loss {task.fields[loss]:.4g}", "{task.fields[rate]:.1f} steps/s")
-    with closing(_Bar(console, *fields)) as bar, _said(console.print):
+    with closing(_Bar(console, *fields)) as bar, said(console):
         yield lambda p: bar.show(p.step, p.steps, loss=p.loss, rate=p.rate)
 
 
@@ -72,18 +72,41 @@ def clear_bars() -> None:
 
 
 @contextmanager
-def _said(show: Callable[[str], None]) -> Iterator[None]:
-    """What the library says of its work (networks it trains before the first step) is shown too, line by line."""
+def said(console: Console) -> Iterator[None]:
+    """What the library says of its work (networks it trains before the first step) is shown too: line by line, and as a
+    bar where it says how much of it is done."""
     logger, handler = logging.getLogger("m3d"), logging.Handler()
-    before = logger.level
-    handler.emit = lambda record: show(record.getMessage())  # type: ignore[method-assign]
+    before, bar = logger.level, _Bar(console, "epochs")
+
+    def show(record: logging.LogRecord) -> None:
+        done = getattr(record, "done", None)
+        if done is None:  # of something else, so what was shown is over
+            bar.close()
+            console.print(record.getMessage())
+        else:
+            bar.show(*done)
+
+    handler.emit = show  # type: ignore[method-assign]
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     try:
         yield
     finally:
+        bar.close()
         logger.removeHandler(handler)
         logger.setLevel(before)
+
+
+@contextmanager
+def training_bar(quiet: bool) -> Iterator[None]:
+    """A bar while networks are trained that the work needs; nothing where nobody watches."""
+    if quiet or not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+
+    with said(Console(stderr=True)):
+        yield
 
 
 @contextmanager

@@ -32,7 +32,7 @@ from m3d.shards import Ranks
 from m3d.train import Recipe, Trainer
 
 log = logging.getLogger(__name__)
-_REPORT_SECONDS = 5.0
+_REPORT_SECONDS = 1.0
 _KEPT = ("flat", "velocity")  # [R, P] each, of training that was stopped
 
 
@@ -143,8 +143,9 @@ class _Training:
                     self._leave(begun, earlier + now - start)
                     raise Interrupted(trainer.epoch, "epochs of training the networks it needs")
                 if now - shown > _REPORT_SECONDS:
-                    log.info("epoch %d of %d", trainer.epoch, epochs)
-                    shown = now
+                    trainer.runtime.wait()  # what was asked of a GPU is not yet done
+                    log.info("epoch %d of %d", trainer.epoch, epochs, extra={"done": (trainer.epoch, epochs)})
+                    shown = time.perf_counter()
         return earlier
 
     def result(self) -> tuple[Tensor, list[float]]:

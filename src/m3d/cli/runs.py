@@ -35,7 +35,7 @@ from m3d.cli.options import (
     examples,
 )
 from m3d.errors import Interrupted, M3DError
-from m3d.terminal import board, decode_bar, epoch_bar, progress_bar, ranking_lines
+from m3d.terminal import board, decode_bar, epoch_bar, progress_bar, ranking_lines, training_bar
 from m3d.wording import counted, with_sd
 
 if TYPE_CHECKING:
@@ -388,7 +388,8 @@ def relabel(
     }
     place: dict[str, Any] = {"device": device, "precision": precision, "data_root": data_root}
     place |= {"deterministic": deterministic, "size": size, "on_bad_image": on_bad_image}
-    labelled = api.relabel(run, data, out=folder, overwrite=overwrite, **place, **options)
+    with training_bar(as_json):
+        labelled = api.relabel(run, data, out=folder, overwrite=overwrite, **place, **options)
     told, stored = labelled.manifest["soft_labels"], labelled.storage
     if as_json:
         typer.echo(json.dumps({"run": str(folder), "storage": stored, **labelled.manifest}))

@@ -171,6 +171,7 @@ def _train(
             if not bool(torch.isfinite(flat).all()):
                 raise M3DError(f"an expert's weights are not finite after epoch {epoch}; try --precision fp32")
             write(epoch, flat)
+            log.info("epoch %d of %d", epoch, len(files) - 1, extra={"done": (epoch, len(files) - 1)})
             if ranks.any(stopping.is_set()):  # all stop after the same epoch, which is kept
                 raise Interrupted(epoch, "epochs of training its experts")
 
