@@ -298,6 +298,8 @@ def test_published_settings_and_defaults():
     for ipc, tiles in ((1, Tiles(2, upsample="bicubic")), (10, Tiles(1)), (50, Tiles(1))):  # as M3D's there
         grey = make_method("m3d+", Task("fashion-mnist", (1, 28, 28), 10, ipc), {})[0]
         assert grey.tiles == tiles and str(grey.matching.augment) == "color+crop"
+    epochs = [make_method("ncfm", task, {})[0].matching.pool.recipe.epochs for task in (small, large)]
+    assert epochs == [60, 80]
     assert ncfm.matching.objective.scale == 300 and ncfm.matching.objective.climber is None
     learned = make_method("ncfm", small, {"sampler": "learned", "lr_sampler": 0.5})[0]
     assert learned.matching.objective.climber == AdamW(0.5, ascent=True)

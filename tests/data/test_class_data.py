@@ -116,6 +116,15 @@ def test_split_leaves_an_image_on_each_side_or_refuses() -> None:
         numbered((1, 40)).split(0.1, seed=0)
 
 
+def test_a_known_fingerprint_goes_along_to_another_device(monkeypatch) -> None:
+    data = numbered()
+    known = data.fingerprint
+    monkeypatch.setattr("m3d.data.classes.hashlib.sha256", None)  # it is not worked out again
+    assert data.to("cpu").fingerprint == known
+    with pytest.raises(TypeError):
+        _ = numbered().to("cpu").fingerprint
+
+
 def test_fingerprint_depends_on_pixels_and_classes_only() -> None:
     assert numbered().fingerprint == numbered().fingerprint
     assert numbered((5, 4, 7)).fingerprint != numbered().fingerprint

@@ -102,7 +102,10 @@ class ClassData:
         return self.images.device
 
     def to(self, device: torch.device | str) -> ClassData:
-        return ClassData(self.images.to(device), self.count.to(device))
+        moved = ClassData(self.images.to(device), self.count.to(device))
+        if "fingerprint" in self.__dict__:  # cached: it would be read back from the device and worked out again
+            moved.__dict__["fingerprint"] = self.fingerprint
+        return moved
 
     def labels(self) -> Tensor:
         """[N] int64."""

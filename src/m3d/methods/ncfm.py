@@ -45,7 +45,7 @@ def ncfm(
     amplitude: float = 0.5,
     ce_weight: float = 1.0,
     encoders: int = 5,
-    encoder_epochs: int = 60,
+    encoder_epochs: int | None = None,
     encoder_batch: int | None = None,
     encoder_lr: float = 0.05,
     mix_low: float = 0.0,
@@ -59,6 +59,8 @@ def ncfm(
     """Match characteristic functions of representations, under encoders between random and trained ones."""
     climber = AdamW(lr_sampler, ascent=True)
     turns = task.classes if turns is None else turns
+    if encoder_epochs is None:
+        encoder_epochs = 80 if min(task.shape[1:]) >= 128 else 60  # DANCE's
     encoder_batch = default_batch(task.shape) if encoder_batch is None else encoder_batch
     factor = default_factor(task.shape) if factor is None else factor
     recipe = encoder_recipe(encoder_epochs, encoder_batch, encoder_lr)
@@ -76,5 +78,10 @@ def ncfm(
             batch_syn_max=batch_syn_max,
             diverged_at=100.0,  # the size of the loss depends on the encoder of the moment
         ),
-        settled={"turns": turns, "factor": factor, "encoder_batch": encoder_batch},
+        settled={
+            "turns": turns,
+            "factor": factor,
+            "encoder_epochs": encoder_epochs,
+            "encoder_batch": encoder_batch,
+        },
     )
