@@ -91,6 +91,9 @@ def test_a_plan_from_nothing_to_tables_and_again(capsys, fast, tmp_path):
     # Nothing is made again, and the records alone give the same tables.
     code, out, err = call(capsys, "reproduce", "small", "--out", tmp_path, *options)
     assert code == 0 and "4 of 4 cells were finished before" in out and err == ""
+    told = out.splitlines()[0]  # what it gave and how it was made
+    number = f"{records[0]['cell']}: {records[0]['accuracy']:.2f} ± {records[0]['sd']:.2f} % (last epoch, n=2)"
+    assert told.startswith(number) and "[condensed in " in told and "cpu" in told
     assert contents(home) == before
     for name in before:
         if name != "small.jsonl":
