@@ -216,6 +216,7 @@ def test_the_encoder_is_trained_on_the_synthetic_images_as_they_are(tiny):
         (gradient,) = torch.autograd.grad(loss, flat)
         flat = (flat - 0.01 * gradient).detach().requires_grad_()
     torch.testing.assert_close(pool.parameters_flat, flat.detach(), atol=1e-6, rtol=1e-5)
+    assert not pool.trainer.images.pixels.requires_grad  # else every step's graph would be kept
     assert (pool.parameters_flat - start).norm() > 1e-3
     before = pool.parameters_flat.clone()
     pool.age(2)  # the last step of this encoder: a new one follows

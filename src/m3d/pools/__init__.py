@@ -193,6 +193,7 @@ class _TrainedPool(_FreshPool):
     def restore(self, step: int) -> None:
         """The checkpoint holds the encoder itself."""
 
+    @torch.no_grad()
     def age(self, step: int) -> None:
         if (step + 1) % self.every == 0:  # a new encoder follows
             return
