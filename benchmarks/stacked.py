@@ -24,14 +24,13 @@ from m3d.batches import Images
 from m3d.evaluation import make_protocol
 from m3d.nets import FlatNet, make_net
 from m3d.runtime import Runtime
-from m3d.train import Trainer
+from m3d.train import Recipe, Trainer
 
 
 def accuracies(
-    train: Images, test: Images, net: FlatNet, repeats: int, at_once: int, epochs: int | None, runtime: Runtime
+    train: Images, test: Images, net: FlatNet, repeats: int, at_once: int, recipe: Recipe, runtime: Runtime
 ) -> tuple[list[float], float]:
     """(accuracy of each network, seconds of training) in groups of ``at_once``."""
-    recipe = make_protocol("paper", epochs=epochs).recipe
     values: list[float] = []
     spent = 0.0
     for first in range(0, repeats, at_once):
@@ -60,10 +59,11 @@ def main() -> None:
     train = Images(pixels, labels, data.normalise(device))
     test = Images(data.test.images.to(device), data.test.labels().to(device), data.normalise(device))
     net = FlatNet(make_net(options.net, data.shape, data.classes), device)
+    recipe = make_protocol("paper", epochs=options.epochs).recipe
     report: dict[str, Any] = {**runtime.describe(), "set": condensed.fingerprint, "repeats": options.repeats}
     with runtime.active():
         for name, at_once in (("at once", options.repeats), ("one by one", 1)):
-            values, spent = accuracies(train, test, net, options.repeats, at_once, options.epochs, runtime)
+            values, spent = accuracies(train, test, net, options.repeats, at_once, recipe, runtime)
             report[name] = {"mean": statistics.fmean(values), "accuracies": values, "seconds": spent}
             print(f"{name}: {statistics.fmean(values):.2f} %, {spent:.1f} s", flush=True)
     out = options.out or RESULTS / f"stacked-{device.type}.json"

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import m3d
+
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 
 
@@ -23,7 +25,7 @@ def script(*words: str | Path) -> str:
 def test_every_script_can_be_loaded():
     made_once = {"make_digits"}  # the file it makes is in the package; it needs scikit-learn
     names = sorted({path.stem for path in FOLDER.glob("*.py")} - made_once)
-    assert len(names) >= 9
+    assert len(names) >= 10
     script("-c", f"import importlib; [importlib.import_module(name) for name in {names}]")
 
 
@@ -35,3 +37,21 @@ def test_a_small_run(name, tmp_path):
     assert script(f"{name}.py", *words).count("\n") >= 2
     for file in tmp_path.glob("*.json"):
         assert json.loads(file.read_text())["device"].startswith("cpu")
+
+
+def test_scripts_that_measure_a_set(tmp_path):
+    m3d.condense(
+        "digits",
+        1,
+        "datadam",
+        net="convnet2:norm=batch,width=8",
+        steps=2,
+        batch_real=4,
+        out=tmp_path / "run",
+        device="cpu",
+    )
+    small = ["--device", "cpu", "--epochs", "2", "--repeats", "2", "--out", tmp_path / "out.json"]
+    for name in ("strength", "stacked"):
+        assert script(f"{name}.py", tmp_path / "run", *small).count("%") == 2
+        report = json.loads((tmp_path / "out.json").read_text())
+        assert report["device"].startswith("cpu") and report["set"]

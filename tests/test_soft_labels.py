@@ -13,7 +13,7 @@ from safetensors.torch import save as serialise
 from torch.nn import functional
 
 import m3d
-from m3d import rng
+from m3d import rng, trained
 from m3d.batches import Images
 from m3d.cli import main
 from m3d.errors import M3DError
@@ -227,6 +227,14 @@ def test_dataset_export_and_picture(hard, soft, tmp_path):
     assert not (export(hard, "imagefolder", tmp_path / "plain") / "soft_labels.csv").exists()
     assert "soft labels" in grid(soft).axes[0].get_title("left").replace("\n", " ")
     assert "soft" not in grid(hard).axes[0].get_title("left")
+
+
+def test_teachers_from_the_cache_cost_what_their_training_took(tiny, hard, monkeypatch):
+    teachers = Teachers(NET, teachers=2, epochs=2, seed=5)
+    relabel(hard, tiny, teachers, CPU)
+    original = trained._read
+    monkeypatch.setattr(trained, "_read", lambda *a: (original(*a)[0], 1000.0, 0))
+    assert 1000 < relabel(hard, tiny, teachers, CPU).manifest["soft_labels"]["seconds"] < 1100
 
 
 def test_soft_results_stand_in_columns_of_their_own(tiny, tmp_path, hard, soft):

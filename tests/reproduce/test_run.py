@@ -137,8 +137,11 @@ def test_again_makes_a_cell_anew_and_leaves_the_others(fast, tmp_path):
     (folder,) = (tmp_path / "runs").glob("digits-random-*")
     before = lines(file)
     (folder / "mark").touch()
-    summary = run(plan, [random_one], place, overrides, again=True)
-    after = lines(file)
+    file.write_text(file.read_text() + json.dumps({**before[1], "digest": "other", "cell": "x"}) + "\n")
+    orphans = []
+    summary = run(plan, [random_one], place, overrides, again=True, listener=Listener(orphaned=orphans.append))
+    assert [record["cell"] for record in orphans] == ["x"]  # of the set that was removed
+    after = [record for record in lines(file) if record["cell"] != "x"]
     assert summary.made == 1 and not (folder / "mark").exists() and len(after) == 2
     assert after[0] == before[0] and after[1]["last"] == before[1]["last"]
 
