@@ -117,7 +117,7 @@ def test_every_plan_runs_dry(capsys, tmp_path, name):
 def test_a_dry_run_does_not_load_torch(tmp_path):
     code = (
         "import sys; from m3d.grid.cells import Overrides; from m3d.reproduce.command import Request\n"
-        f"Request('lowres', None, __import__('pathlib').Path({str(tmp_path)!r}), Overrides()).plan()\n"
+        f"Request('lowres', (), __import__('pathlib').Path({str(tmp_path)!r}), Overrides()).plan()\n"
         "assert 'torch' not in sys.modules and 'matplotlib' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
@@ -164,6 +164,18 @@ def test_cells_by_pattern(capsys, tmp_path):
     assert code == 2 and err.endswith("'m3d reproduce lowres --dry-run' lists them all.\n") and len(err) < 200
     code, out, _ = run(capsys, "reproduce", "fig6", "--cell", "cifar10/10/ipm5", "--dry-run", "--json")
     assert [row["cell"] for row in json.loads(out)] == ["cifar10/10/ipm5/seed0"]
+
+
+def test_several_cells_are_taken_in_the_order_given_each_once_and_none_may_be_unknown(capsys, tmp_path):
+    def rows(name: str, *patterns: str) -> tuple[int, str, str]:
+        cells = [word for pattern in patterns for word in ("--cell", pattern)]
+        return run(capsys, "reproduce", name, *cells, "--dry-run", "--json", "--out", tmp_path)
+
+    code, out, _ = rows("fig6", "cifar10/10/ipm20", "mnist/10/linear", "cifar10/10/ipm5", "cifar10/10/ipm20/seed0")
+    keys = [row["cell"] for row in json.loads(out)]
+    assert code == 0 and keys == ["cifar10/10/ipm20/seed0", "cifar10/10/ipm5/seed0", "mnist/10/linear/seed0"]
+    code, _, err = rows("fig6", "cifar10/10/ipm5", "cifar10/10/ipm9")
+    assert code == 2 and "unknown cell 'cifar10/10/ipm9'" in err
 
 
 def test_identity_is_what_decides_a_cell():

@@ -273,7 +273,7 @@ def test_all_renders_what_other_tables_have_measured(tmp_path):
     """``beyond`` has no record of its own here, but M3D's cells of ``lowres``."""
     cell = next(c for c in PLANS["lowres"].cells if c.key == "mnist/1/m3d/seed0")
     Records(tmp_path, PLANS["lowres"], Overrides()).journal.add(cell, invented(cell))
-    Request("all", None, tmp_path, Overrides(), as_json=True).render()
+    Request("all", (), tmp_path, Overrides(), as_json=True).render()
     assert (tmp_path / "beyond.md").exists() and not (tmp_path / "compat.md").exists()
 
 

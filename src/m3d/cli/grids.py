@@ -48,7 +48,11 @@ def reproduce(
         ),
     ],
     cell: Annotated[
-        str | None, typer.Option(help="Only these cells: data/ipc/method, or a part of it; * stands for anything.")
+        list[str] | None,
+        typer.Option(
+            help="Only these cells, in this order: data/ipc/method, or a part of it; * stands for anything. "
+            "May be given several times."
+        ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan with estimates; run nothing.")] = False,
     render: Annotated[
@@ -83,11 +87,12 @@ def reproduce(
     from m3d.reproduce.command import Request
 
     overrides = Overrides(steps, epochs, repeats, precision, deterministic)
-    request = Request(name, cell, out, overrides, as_json, Where(on, gpus_per_cell, cpus_per_cell, retries))
+    where = Where(on, gpus_per_cell, cpus_per_cell, retries)
+    request = Request(name, tuple(cell or ()), out, overrides, as_json, where)
     if dry_run + render + again > 1:
         raise M3DError("--dry-run, --render and --again: give one of them")
-    if render and cell is not None:
-        raise M3DError(f"--cell {cell}: --render shows all cells that have a record")
+    if render and cell:
+        raise M3DError(f"--cell {' --cell '.join(cell)}: --render shows all cells that have a record")
     if (render or dry_run) and time_limit is not None:
         raise M3DError(f"--time-limit {time_limit}: nothing is run that could be stopped")
     if dry_run:

@@ -69,10 +69,15 @@ def select(cells: Sequence[Cell], pattern: str | None) -> list[Cell]:
     """The cells whose key is ``pattern``, or begins with it and a slash; * and ? stand for anything."""
     if pattern is None:
         return list(cells)
-    found = [c for c in cells if fnmatchcase(c.key, pattern) or fnmatchcase(c.key, pattern.rstrip("/") + "/*")]
+    found = matching(cells, pattern)
     if not found:
         raise unknown("cell", pattern, {c.key.rpartition("/seed")[0] or c.key for c in cells})
     return found
+
+
+def matching(cells: Sequence[Cell], pattern: str) -> list[Cell]:
+    """As :func:`select`, but none is allowed."""
+    return [c for c in cells if fnmatchcase(c.key, pattern) or fnmatchcase(c.key, pattern.rstrip("/") + "/*")]
 
 
 @dataclass(frozen=True)

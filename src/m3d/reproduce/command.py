@@ -17,7 +17,7 @@ from m3d.grid.cells import Cell, Overrides, sets_in
 from m3d.grid.journal import Record
 from m3d.grid.telling import Telling, check_time_limit, say_record
 from m3d.grid.where import Where
-from m3d.reproduce.cells import Plan, select
+from m3d.reproduce.cells import Plan, matching, select
 from m3d.reproduce.plans import find
 from m3d.reproduce.published import published
 from m3d.reproduce.records import Records, read
@@ -32,7 +32,7 @@ class Request:
     """One call: which plan, which of its cells, where to, under which overrides."""
 
     name: str
-    cell: str | None
+    patterns: tuple[str, ...]  # of cells; none: all
     out: Path
     overrides: Overrides
     as_json: bool = False
@@ -124,13 +124,15 @@ class Request:
         """The plans asked for, each with the cells asked for."""
         chosen = []
         for plan, confined in find(self.name):
-            cells = select(plan.cells, confined)
-            chosen.append((plan, cells if self.cell is None else _narrow(cells, self.cell)))
-        kept = [(plan, cells) for plan, cells in chosen if cells]
-        if not kept:
-            keys = {c.key.rpartition("/seed")[0] or c.key for plan, _ in chosen for c in plan.cells}
-            raise unknown("cell", str(self.cell), keys, f"'m3d reproduce {self.name} --dry-run'")
-        return kept
+            chosen.append((plan, select(plan.cells, confined)))
+        if not self.patterns:
+            return chosen
+        for pattern in self.patterns:
+            if not any(_narrow(cells, pattern) for _, cells in chosen):
+                keys = {c.key.rpartition("/seed")[0] or c.key for plan, _ in chosen for c in plan.cells}
+                raise unknown("cell", pattern, keys, f"'m3d reproduce {self.name} --dry-run'")
+        narrowed = ((plan, _narrow(cells, *self.patterns)) for plan, cells in chosen)
+        return [(plan, cells) for plan, cells in narrowed if cells]
 
     def _render_if_any(self, plan: Plan) -> list[Path]:
         from m3d.reproduce.render import render
@@ -156,11 +158,9 @@ class Request:
             typer.echo(" ".join(map(str, files)))
 
 
-def _narrow(cells: list[Cell], pattern: str) -> list[Cell]:
-    try:
-        return select(cells, pattern)
-    except M3DError:  # another plan of the same call may have it; none at all is told by the caller
-        return []
+def _narrow(cells: Sequence[Cell], *patterns: str) -> list[Cell]:
+    """What any of the patterns names, in their order and each once; what this plan does not have, another may."""
+    return list({cell.key: cell for pattern in patterns for cell in matching(cells, pattern)}.values())
 
 
 def headline(plan: Plan, cell: Cell, record: Record) -> str:
