@@ -298,6 +298,9 @@ def test_published_settings_and_defaults():
     for ipc, tiles in ((1, Tiles(2, upsample="bicubic")), (10, Tiles(1)), (50, Tiles(1))):  # as M3D's there
         grey = make_method("m3d+", Task("fashion-mnist", (1, 28, 28), 10, ipc), {})[0]
         assert grey.tiles == tiles and str(grey.matching.augment) == "color+crop"
+    factors = {(1, 1): 2, (1, 10): 2, (3, 1): 4, (3, 10): 2}  # by channels and IPC: only colours stand sixteen cells
+    for (channels, ipc), factor in factors.items():
+        assert make_method("m3d+", Task("any", (channels, 32, 32), 10, ipc), {})[0].tiles.factor == factor
     epochs = [make_method("ncfm", task, {})[0].matching.pool.recipe.epochs for task in (small, large)]
     assert epochs == [60, 80]
     assert ncfm.matching.objective.scale == 300 and ncfm.matching.objective.climber is None

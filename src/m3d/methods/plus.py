@@ -10,9 +10,9 @@ kernel, its learning rate and the images' parameterisation are M3D's.
 
 The learning rate is M3D's, IPC times the kernel's own rate; the weight of the cross-entropy, unless it is given, is
 divided by that rate, so that the images are moved by it as much whatever the kernel. What depends on the number of
-images was found on a held-out part of CIFAR-10's training data (LAB.md) and is taken over for other data: a single
-image per class is best cut into sixteen cells and judged more strictly. But Fashion-MNIST has M3D's factor, up-sampling
-and augmentation: there sixteen cells, and four from ten images per class on, cost M3D points.
+images was found on held-out parts of the training data of CIFAR-10, SVHN and MNIST (LAB.md) and is taken over for other
+data: a single image per class is best cut into sixteen cells and judged more strictly. But grey images have M3D's
+factor: sixteen cells cost a digit's stroke or a garment's outline six points and more.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from m3d.guides import CrossEntropy
 from m3d.kernels import Kernel, make_kernel
 from m3d.method import Matching, Method
 from m3d.methods import METHODS, Task
-from m3d.methods.m3d import default_factor, own_settings, size_rate
+from m3d.methods.m3d import own_settings, size_rate
 from m3d.objectives import MMD, LayersMMD, Objective
 from m3d.players import Descent
 from m3d.pools.pretrained import Pretrained, default_batch, encoder_recipe
@@ -117,10 +117,9 @@ def plus(
 
 
 def _factor(task: Task, found: _Found) -> int:
-    if task.data == "fashion-mnist":
-        return own_settings(task).factor
-    usual = default_factor(task.shape)
-    return found.factor if usual == 2 else usual
+    usual = own_settings(task).factor
+    grey = task.shape[0] == 1
+    return found.factor if usual == 2 and not grey else usual
 
 
 def milestones(steps: int) -> tuple[int, int]:
