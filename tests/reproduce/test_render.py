@@ -201,6 +201,14 @@ def test_figures_with_some_cells_missing(tmp_path):
         assert all(file.stat().st_size > 100 for file in render(records))
 
 
+def test_steps_span_all_that_is_planned(tmp_path):
+    plan = PLANS["steps"]
+    first = replace(plan, cells=plan.cells[:1])  # only the start is made
+    (figure,) = figures.steps(filled(first, tmp_path)).values()
+    low, high = figure.axes[0].get_xlim()
+    assert low < 0 and high > 10_000
+
+
 def test_pictures_are_whole():
     """The sheet in a record holds the images themselves."""
     cell = next(c for c in PLANS["images"].cells if c.row == "cifar10")

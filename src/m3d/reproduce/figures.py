@@ -38,6 +38,8 @@ def steps(records: Records) -> dict[str, Figure]:
             axes.errorbar(
                 x, y, error, color=colour, marker=marker, linestyle=line, label=column.label, **_line_settings()
             )
+    last = max(int(row.key) for row in table.rows)
+    axes.set_xlim(-0.03 * last, 1.03 * last)  # all that is planned, however little of it is made
     axes.set_xlabel("condensing steps", fontsize=_FONT)
     axes.set_ylabel("test accuracy, %", fontsize=_FONT)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
