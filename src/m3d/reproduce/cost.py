@@ -136,7 +136,8 @@ def factor(source: Source) -> int:
         return 3
     if source.method in ("m3d", "m3d+") and source.data == "fashion-mnist":
         return 1 if source.ipc >= 10 else 2
-    return 4 if (source.method, source.ipc) == ("m3d+", 1) else 2
+    coloured = FACTS[source.data].shape[0] > 1
+    return 4 if (source.method, source.ipc) == ("m3d+", 1) and coloured else 2
 
 
 def _pixels(facts: Facts) -> int:
