@@ -48,6 +48,25 @@ def test_resumed_equals_uninterrupted(tiny, tmp_path, stop_at, monkeypatch):
     assert resumed.losses == whole.losses
 
 
+def test_seconds_to_start_count_every_session(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr("m3d.engine._REPORT_SECONDS", 0.0)
+    clock = iter(range(10_000))
+    monkeypatch.setattr("m3d.engine.time.perf_counter", lambda: float(next(clock)))
+    folder, asked = RunFolder(tmp_path / "run"), []
+
+    def stop(progress):
+        if progress.step >= 5 and not asked:
+            asked.append(progress.step)
+            signal.raise_signal(signal.SIGINT)
+
+    whole = run(tiny, steps=9)
+    with pytest.raises(Interrupted):
+        run(tiny, steps=9, watch=Watch(report=stop, folder=folder))
+    resumed = run(tiny, steps=9, watch=Watch(folder=folder))
+    assert 0 < whole.starting < whole.seconds
+    assert resumed.starting == 2 * whole.starting < resumed.seconds  # the clock ticks alike in both sessions
+
+
 def test_a_torn_checkpoint_falls_back_to_the_one_before(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr("m3d.engine._REPORT_SECONDS", 0.0)
     steps = 40

@@ -78,6 +78,7 @@ class Outcome:
     learned: dict[str, float] = field(default_factory=dict)  # numbers learned beside the pixels
     best_learned: dict[str, float] = field(default_factory=dict)  # the same when the best pixels were kept
     borrowed_memory: int = 0  # bytes that work taken from a cache used at most
+    starting: float = 0.0  # of the seconds, those before the end of each session's first step
 
     @classmethod
     def joined(cls, parts: Sequence[Outcome]) -> Outcome:
@@ -88,7 +89,8 @@ class Outcome:
         steps = zip(*(p.losses for p in parts), strict=True)
         losses = [sum(len(p.pixels) * x for p, x in zip(parts, step, strict=True)) / total for step in steps]
         memory = max(p.borrowed_memory for p in parts)
-        return cls(pixels, losses, sum(p.seconds for p in parts), borrowed_memory=memory)
+        starting = sum(p.starting for p in parts)
+        return cls(pixels, losses, sum(p.seconds for p in parts), borrowed_memory=memory, starting=starting)
 
 
 def condense(
@@ -135,6 +137,7 @@ class _Run:
         self.judged: list[tuple[int, float]] = []
         self.best: tuple[Tensor, int, float] | None = None
         self.best_learned: dict[str, float] = {}
+        self.starting = paid
         self._earlier_seconds = paid  # by runs that trained networks this one uses; a checkpoint's count has it already
         self.saturated_at_first = self._saturated()
         self._load()
@@ -154,8 +157,11 @@ class _Run:
         agreed = self.shard.ranks.any
         self._judge_if_due()  # a stop during the last judgement left it to be made again
         with stop_politely() as stopping:
+            first = self.step + 1
             while self.step < self.matching.steps:
                 self._one_step()
+                if self.step == first:
+                    self._started()
                 if self.step < self._next_meeting:
                     continue
                 # What one process has a reason to do, all do, at the same step.
@@ -175,7 +181,16 @@ class _Run:
         if self.watch.keep_end:
             self._save()
         learned = self.state.learned_numbers()
-        return Outcome(self._pixels(), self.losses, self.seconds, self.best, self.judged, learned, self.best_learned)
+        return Outcome(
+            self._pixels(),
+            self.losses,
+            self.seconds,
+            self.best,
+            self.judged,
+            learned,
+            self.best_learned,
+            starting=self.starting,
+        )
 
     def _one_step(self) -> None:
         if self.step % BLOCK == 0:
@@ -193,6 +208,11 @@ class _Run:
                 self._take_fewer_classes(error)
         self.state.pool.age(self.step)
         self.step += 1
+
+    def _started(self) -> None:
+        """Kernels are built and networks trained: only from here on do seconds of runs compare."""
+        self.runtime.wait()
+        self.starting += time.perf_counter() - self._start
 
     def _take_fewer_classes(self, error: RuntimeError) -> None:
         """Half as many classes at a time. Memory runs out where activations are made, before anything moved, so the
@@ -340,7 +360,8 @@ class _Run:
 
     def _write(self, folder: RunFolder, tensors: dict[str, Tensor]) -> None:
         tensors["history"] = torch.tensor(self.losses, dtype=torch.float64)
-        state: dict[str, Any] = {"step": self.step, "seconds": self.seconds, "judged": self.judged}
+        seconds = {"seconds": self.seconds, "starting": self.starting}
+        state: dict[str, Any] = {"step": self.step, "judged": self.judged, **seconds}
         if self.best is not None:
             tensors["best"] = self.best[0]
             state |= {"best": self.best[1:], "best_learned": self.best_learned}
@@ -377,6 +398,7 @@ class _Run:
             self.best_learned = dict(state["best_learned"])
         self.judged = [(int(s), float(a)) for s, a in state["judged"]]
         self.step, self._earlier_seconds = int(state["step"]), float(state["seconds"])
+        self.starting = float(state.get("starting", 0.0))  # older checkpoints have none
         if not 0 <= self.step == len(self.losses) <= self.matching.steps:
             raise ValueError(f"step {self.step} of {self.matching.steps} with {len(self.losses)} losses")
         self.state.load_whole_state(tensors)

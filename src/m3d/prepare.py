@@ -157,7 +157,8 @@ class Prepared:
             manifest["learned"] = dict(learned)
         if outcome is not None:
             memory = max(self.runtime.peak_memory(), outcome.borrowed_memory)
-            manifest |= {"seconds": round(outcome.seconds, 3), "peak_memory": memory}
+            seconds = {"seconds": round(outcome.seconds, 3), "starting": round(outcome.starting, 3)}
+            manifest |= {**seconds, "peak_memory": memory}
             if outcome.losses:
                 manifest["loss"] = outcome.losses[steps - 1]
             if outcome.judged:

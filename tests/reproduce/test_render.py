@@ -306,6 +306,26 @@ def test_memory_and_time_have_columns_of_their_own(everything):
     assert "40.0" in row and "63.5" not in row  # invented seconds, no published accuracy beside them
 
 
+def test_seconds_to_start_are_told_where_they_are_known(tmp_path):
+    plan = PLANS["ipm"]
+    records = Records(tmp_path, plan, Overrides())
+    for cell in plan.cells:
+        records.journal.add(cell, invented(cell))
+    assert records.place("5", "M3D", "starting") is None  # older records do not say
+    assert len(figures.ipm(records)[""].axes[0].get_legend().get_texts()) == 2
+    told = Records(tmp_path / "told", plan, Overrides())
+    for cell in plan.cells:
+        record = invented(cell)
+        record["condensation"][0]["starting"] = 6.5
+        told.journal.add(cell, record)
+    assert told.place("5", "M3D", "starting") == Place(6.5)
+    figure = figures.ipm(told)[""]
+    heights = [bar.get_height() for bar in figure.axes[1].patches]
+    assert heights[7:] == [6.5] * 7 and min(heights[:7]) > 6.5
+    render(told)
+    assert "| 40.0 | 6.5 |" in (tmp_path / "told" / "ipm.md").read_text()
+
+
 def test_times_on_a_shared_device_are_said_to_be_at_most(tmp_path):
     plan = PLANS["methods"]
     cell = next(c for c in plan.cells if c.key == "cifar10/10/m3d@paper/seed0")

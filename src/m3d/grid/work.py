@@ -21,8 +21,8 @@ from m3d.runtime import Runtime
 from m3d.store import CondensedSet, RunFolder
 
 _KEPT = (  # of a set's manifest
-    "method", "options", "ipc", "factor", "net", "seed", "steps", "seconds", "peak_memory", "loss", "created",
-    "device", "precision", "deterministic", "torch", "python", "m3d", "commit", "command", "device_share",
+    "method", "options", "ipc", "factor", "net", "seed", "steps", "seconds", "starting", "peak_memory", "loss",
+    "created", "device", "precision", "deterministic", "torch", "python", "m3d", "commit", "command", "device_share",
 )  # fmt: skip
 
 

@@ -151,7 +151,10 @@ def ipm(records: Records) -> dict[str, Figure]:
     seconds = [p for key in keys if (p := records.place(key, "M3D", "seconds"))]
     x = range(len(keys))
     y, error = _columns(accuracy)
-    bars = right.bar(x, [p.mean or 0.0 for p in seconds], color="#cfcfcf", width=0.55, label="time", zorder=1)
+    bars = right.bar(x, [p.mean or 0.0 for p in seconds], color="#cfcfcf", width=0.55, zorder=1)
+    starting = [records.place(key, "M3D", "starting") for key in keys]
+    start = [p.mean or 0.0 if p else 0.0 for p in starting]
+    lower = right.bar(x, start, color="#cfcfcf", edgecolor="#8a8a8a", hatch="////", linewidth=0, width=0.55, zorder=1)
     line = axes.errorbar(x, y, error, color=_BLUE, marker="o", label="accuracy", **_line_settings())
     axes.set_zorder(right.get_zorder() + 1)  # the line before the bars
     axes.patch.set_visible(False)
@@ -164,7 +167,11 @@ def ipm(records: Records) -> dict[str, Figure]:
     right.set_ylim(0, 1.8 * max((p.mean or 0.0 for p in seconds), default=1.0))
     right.tick_params(labelsize=_FONT, colors="#555555")
     right.spines["top"].set_visible(False)
-    axes.legend([line, bars], ["accuracy", "time"], fontsize=_FONT, frameon=False, loc="upper right", ncols=2)
+    shown: list[tuple[Any, str]] = [(line, "accuracy"), (bars, "time")]
+    if any(start):
+        shown.append((lower, "start"))
+    handles, labels = zip(*shown, strict=True)
+    axes.legend(handles, labels, fontsize=_FONT, frameon=False, loc="upper right", ncols=len(shown), columnspacing=1)
     low, high = axes.get_ylim()
     axes.set_ylim(low - 0.5 * (high - low), high + 0.25 * (high - low))  # bars below the line, legend above it
     return {"": figure}

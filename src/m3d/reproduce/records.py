@@ -85,6 +85,12 @@ def _condensing(unit: float) -> Callable[[Record, str], Place | None]:
     return seconds
 
 
+def _starting(record: Record, which: str) -> Place | None:
+    parts: Sequence[Record] = record.get("condensation", ())
+    known = bool(parts) and all("starting" in part for part in parts)  # older records do not say
+    return Place(sum(part["starting"] for part in parts)) if known else None
+
+
 def _memory(record: Record, which: str) -> Place | None:
     peaks = [part.get("peak_memory") or 0 for part in record.get("condensation", ())]
     return Place(max(peaks) / 2**30) if any(peaks) else None
@@ -105,6 +111,7 @@ _READERS: dict[str, Callable[[Record, str], Place | None]] = {
     "accuracy": _accuracy,
     "seconds": _condensing(1),
     "hours": _condensing(3600),
+    "starting": _starting,
     "memory": _memory,
     "distance": _distance("normalised"),
     "raw distance": _distance("raw"),
