@@ -229,6 +229,7 @@ def evaluate(
         "method": condensed.manifest["method"],
         "ipc": condensed.manifest["ipc"],
         "factor": condensed.manifest["factor"],
+        "chroma": condensed.tiles.chroma,
         "set": condensed.fingerprint,
         "steps": condensed.manifest.get("steps"),
         "labels": condensed.label_kind,

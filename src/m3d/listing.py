@@ -39,6 +39,7 @@ MEANINGS = {
     "bounded": "bring pixels back into [0, 1] after each step",
     "ce_ramp": "part of the steps over which the cross-entropy's weight rises from 0; 0: it is there from the first on",
     "ce_weight": "weight of the cross-entropy of synthetic images; in idm it is times a network's accuracy in percent",
+    "chroma": "colours at full resolution, or at half beside luminance, which makes room for twice the images",
     "decay": "what the images' learning rate is multiplied by at 1/2 and again at 3/4 of the steps; 1: it stays",
     "degree": "highest moment the kernel sees",
     "depth": "number of blocks",

@@ -79,7 +79,7 @@ def _letters_without_a_font() -> Iterator[None]:
 def grid(condensed: CondensedSet, decoded: bool = False, most: int = 10, classes: int = 20) -> Figure:
     """Rows are classes, columns images: as stored, or as a network sees them (``decoded``). With one or two images of a
     class, classes stand side by side instead."""
-    images = condensed.decoded()[0] if decoded else condensed.images
+    images = condensed.decoded()[0] if decoded else condensed.tiles.mosaics(condensed.images)
     names = condensed.class_names
     per_class = len(images) // len(names)
     rows, columns = min(len(names), classes), min(per_class, most)
@@ -88,6 +88,8 @@ def grid(condensed: CondensedSet, decoded: bool = False, most: int = 10, classes
         f"{condensed.manifest['data'].get('name', '')} condensed by {condensed.manifest['method']}: "
         f"{condensed.manifest['ipc']} per class" + (f", decoded to {per_class}" if decoded else "")
     )
+    if condensed.tiles.halved and not decoded:
+        title += ", each two mosaics that share their colours' space"
     if condensed.soft is not None:
         sizes = {k: f"{v / 1024:.1f} KiB" for k, v in condensed.storage.items()}
         title += f", soft labels ({sizes['pixels']} pixels + {sizes['labels']} labels)"

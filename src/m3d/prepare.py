@@ -128,6 +128,7 @@ class Prepared:
             "ipc": request["ipc"],
             "factor": self.method.tiles.factor,
             "upsample": self.method.tiles.upsample,
+            "chroma": self.method.tiles.chroma,
             "mean": list(data.mean),
             "std": list(data.std),
             "class_names": list(data.class_names),

@@ -38,7 +38,9 @@ from m3d.normalise import Normalise
 from m3d.synth import Tiles
 
 log = logging.getLogger(__name__)
-FORMAT, SOFT_FORMAT = 1, 2  # a set with soft labels has a format of its own: older versions refuse it, not ignore them
+# A set with soft labels has a format of its own, and so has one of halved colours, with soft labels or without: older
+# versions refuse it instead of reading it wrongly.
+FORMAT, SOFT_FORMAT, CHROMA_FORMAT = 1, 2, 3
 _NEEDED: dict[str, type | tuple[type, ...]] = {
     "format": int,
     "method": str,
@@ -99,7 +101,9 @@ class CondensedSet:
 
     @property
     def tiles(self) -> Tiles:
-        return Tiles(int(self.manifest["factor"]), upsample=str(self.manifest.get("upsample", "bilinear")))
+        manifest = self.manifest
+        upsample, chroma = str(manifest.get("upsample", "bilinear")), str(manifest.get("chroma", "full"))
+        return Tiles(int(manifest["factor"]), upsample=upsample, chroma=chroma)
 
     @property
     def class_names(self) -> list[str]:
@@ -134,6 +138,7 @@ class CondensedSet:
         if self.soft is not None:
             tensors["soft"] = self.soft.contiguous()
         version = FORMAT if self.soft is None else SOFT_FORMAT
+        version = CHROMA_FORMAT if self.manifest.get("chroma") == "half" else version
         manifest = {**self.manifest, "format": version, "sha256": {k: sha256(v) for k, v in tensors.items()}}
         write_bytes(Path(path), to_safetensors(tensors, {"m3d": json.dumps(manifest)}))
 
@@ -146,7 +151,8 @@ class CondensedSet:
             file = file / RunFolder.CONDENSED
         tensors, metadata = read_tensors(file)
         manifest = _manifest(metadata, file)
-        soft = ("soft",) if manifest["format"] == SOFT_FORMAT or "soft" in tensors else ()
+        named = manifest["format"] == SOFT_FORMAT or "soft" in manifest["sha256"]
+        soft = ("soft",) if named or "soft" in tensors else ()
         for name in ("images", "labels", *soft):
             if name not in tensors:
                 raise M3DError(f"{str(file)!r} has no tensor {name!r}; found: {', '.join(sorted(tensors)) or 'none'}")
@@ -402,9 +408,9 @@ def _manifest(metadata: Mapping[str, str], file: Path) -> dict[str, Any]:
     for key, kind in _NEEDED.items():
         if not isinstance(manifest.get(key), kind) or isinstance(manifest.get(key), bool):
             raise M3DError(f"{str(file)!r}: the manifest's {key!r} is missing or of the wrong type")
-    if manifest["format"] not in (FORMAT, SOFT_FORMAT):
+    if manifest["format"] not in (FORMAT, SOFT_FORMAT, CHROMA_FORMAT):
         raise M3DError(
-            f"{str(file)!r} has format {manifest['format']}; this version reads formats {FORMAT} and {SOFT_FORMAT}"
+            f"{str(file)!r} has format {manifest['format']}; this version reads formats {FORMAT} to {CHROMA_FORMAT}"
         )
     for key in ("mean", "std"):
         if not all(type(v) in (int, float) and math.isfinite(v) and (key == "mean" or v > 0) for v in manifest[key]):

@@ -71,9 +71,8 @@ def invented_set(cell: Cell) -> CondensedSet:
     names = [
         ["airplane", "automobile", "Ankle boot", "T-shirt/top", "aquarium_fish"][k % 5] for k in range(facts.classes)
     ]
-    return CondensedSet(
-        images.clamp(0, 1), torch.arange(facts.classes).repeat_interleave(source.ipc), {"class_names": names}
-    )
+    labels = torch.arange(facts.classes).repeat_interleave(source.ipc)
+    return CondensedSet(images.clamp(0, 1), labels, {"class_names": names, "factor": 1})
 
 
 def filled(plan: Plan, out: Path, overrides: Overrides | None = None) -> Records:
@@ -227,7 +226,7 @@ def test_pictures_are_whole():
     large = next(c for c in PLANS["images"].cells if c.row == "imagenet10")
     with Image.open(io.BytesIO(base64.b64decode(str(picture(invented_set(large))["png"])))) as image:
         assert image.size == (10 * 120, 2 * 120)
-    named = replace(invented_set(large), manifest={"class_names": list(subsets()["imagenet10"])})
+    named = replace(invented_set(large), manifest={**made.manifest, "class_names": list(subsets()["imagenet10"])})
     assert picture(named)["names"][:2] == ["bonnet", "green snake"]
 
 

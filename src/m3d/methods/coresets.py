@@ -14,22 +14,34 @@ from m3d.synth import Tiles
 
 
 @METHODS.register("random", paper="baseline", equation="none", cost="none")
-def random(task: Task, *, factor: int = 1) -> Method:
+def random(task: Task, *, factor: int = 1, chroma: str = "full") -> Method:
     """Random real images of each class, kept as they are."""
-    return Method(init=RandomReal(), tiles=Tiles(factor))
+    return Method(init=RandomReal(), tiles=Tiles(factor, chroma=chroma))
 
 
 @METHODS.register("herding", paper="Welling, ICML 2009", equation="greedy mean matching", cost="one training")
 def herding_coreset(
-    task: Task, *, factor: int = 1, features: Features = "network", network: str = "convnet3", epochs: int = 20
+    task: Task,
+    *,
+    factor: int = 1,
+    chroma: str = "full",
+    features: Features = "network",
+    network: str = "convnet3",
+    epochs: int = 20,
 ) -> Method:
     """Real images whose running mean stays nearest to the class mean in a trained network's representation."""
-    return Method(init=ByFeatures(herding, features, network, epochs), tiles=Tiles(factor))
+    return Method(init=ByFeatures(herding, features, network, epochs), tiles=Tiles(factor, chroma=chroma))
 
 
 @METHODS.register("k-center", paper="Sener & Savarese, ICLR 2018", equation="farthest-first cover", cost="one training")
 def k_center_coreset(
-    task: Task, *, factor: int = 1, features: Features = "network", network: str = "convnet3", epochs: int = 20
+    task: Task,
+    *,
+    factor: int = 1,
+    chroma: str = "full",
+    features: Features = "network",
+    network: str = "convnet3",
+    epochs: int = 20,
 ) -> Method:
     """Real images that cover each class: always the farthest from those chosen before."""
-    return Method(init=ByFeatures(k_center, features, network, epochs), tiles=Tiles(factor))
+    return Method(init=ByFeatures(k_center, features, network, epochs), tiles=Tiles(factor, chroma=chroma))

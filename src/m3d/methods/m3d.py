@@ -74,6 +74,7 @@ def m3d(
     momentum: float = 0.5,
     factor: int | None = None,
     upsample: str | None = None,
+    chroma: str = "full",
     kernel: str = "gaussian",
     ipm: int = 5,
     batch_real: int = 128,
@@ -94,7 +95,7 @@ def m3d(
     augment = own.augment if augment is None else augment
     return Method(
         init=make_init(init),
-        tiles=Tiles(factor, upsample=upsample),
+        tiles=Tiles(factor, upsample=upsample, chroma=chroma),
         matching=Matching(
             steps=steps,
             pool=Fresh(every=ipm),

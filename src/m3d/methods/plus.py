@@ -56,6 +56,7 @@ def plus(
     average_from: float = 0.8,
     factor: int | None = None,
     upsample: str | None = None,
+    chroma: str = "full",
     kernel: str = "gaussian",
     layers: int = 0,
     layer_weight: float = 1.0,
@@ -91,7 +92,7 @@ def plus(
     recipe = encoder_recipe(encoder_epochs, encoder_batch, encoder_lr)
     return Method(
         init=make_init(init),
-        tiles=Tiles(factor, upsample=upsample),
+        tiles=Tiles(factor, upsample=upsample, chroma=chroma),
         matching=Matching(
             steps=steps,
             pool=Pretrained(recipe, encoders, mix_low, mix_high, ipm, round(ce_ramp * steps)),

@@ -104,7 +104,7 @@ def condensing(source: Source) -> Estimate:
     if source.steps == 0:
         return Estimate(5.0 if source.method == "random" else _SELECTION_SECONDS, held)
     real = _REAL.get(source.method, 256)
-    synthetic = min(200, source.ipc * factor(source) ** 2)
+    synthetic = min(200, decoded(source))
     work = facts.classes * (real + 3 * synthetic) * _pixels(facts) / _STEP_WORK
     of_net = _net(source.net) if source.method in _GRADIENTS else _slower(source.net)
     multiple = _METHODS.get(source.method, 1.0)
@@ -118,11 +118,16 @@ def evaluating(cell: Cell, overrides: Overrides) -> Estimate:
     source = cell.sources[0]
     epochs = cell.epochs or _EPOCHS[cell.protocol]
     epochs = epochs if overrides.epochs is None else min(epochs, overrides.epochs)
-    per_class = source.ipc * factor(source) ** 2
-    images = facts.train if source.method == WHOLE else facts.classes * per_class
+    images = facts.train if source.method == WHOLE else facts.classes * decoded(source)
     work = overrides.repeats_of(cell) * epochs * images * _pixels(facts) * _slower(cell.net) / _EVALUATION_WORK
     held = facts.test * _pixels(facts) * facts.shape[0]
     return Estimate(5.0 + EVALUATION_SECONDS * work, held + STEP_BYTES * _net(cell.net) * _pixels(facts) / 1024)
+
+
+def decoded(source: Source) -> int:
+    """Images of a class that networks are trained on."""
+    halved = dict(source.options).get("chroma") == "half"
+    return source.ipc * factor(source) ** 2 * (2 if halved else 1)
 
 
 def factor(source: Source) -> int:
