@@ -276,6 +276,9 @@ def test_published_settings_and_defaults():
     small, large = Task("any", (3, 32, 32), 10, 10), Task("any", (3, 128, 128), 10, 10)
     own, dance, ncfm = (make_method(name, small, {})[0] for name in ("m3d+", "dance", "ncfm"))
     assert (own.steps, own.tiles.factor, own.matching.player.lr, own.matching.guide.weight) == (12_000, 2, 10.0, 0.01)
+    assert own.tiles.chroma == "half"
+    for shape, options in (((1, 32, 32), {}), ((3, 8, 8), {}), ((3, 32, 32), {"factor": 1}), ((3, 34, 34), {})):
+        assert make_method("m3d+", Task("any", shape, 10, 10), options)[0].tiles.chroma == "full"
     one = make_method("m3d+", Task("any", (3, 32, 32), 10, 1), {})[0]
     assert (one.tiles.factor, one.matching.player.lr, one.matching.guide.weight) == (4, 1.0, 0.03)
     assert make_method("m3d+", Task("any", (3, 8, 8), 10, 1), {})[0].tiles.factor == 1

@@ -38,6 +38,12 @@ def test_what_a_task_decides_is_compared_too():
     assert sorted(found) == [Change("factor", 1, 2), Change("lr", 5.0, 10.0)]
     assert str(found[0]) in ("factor=1 (today 2)", "lr=5.0 (today 10.0)")
     assert todays_settings(Source("svhn", 1, "idm"))["batch_real"] == 4659  # a class has no more
+    # An option that came later is compared with what every set had before.
+    coloured = Cell("cifar10/10/m3d+/seed0", "", "", (Source("cifar10", 10, "m3d+"),))
+    today = dict(todays_settings(coloured.sources[0]))
+    assert today.pop("chroma") == "half"
+    early = {"condensation": [{"options": today}]}
+    assert drift(coloured, early, Overrides(), todays_settings) == [Change("chroma", "full", "half")]
     # Fewer steps by request are no change; a plan's own options are its own.
     short = {"condensation": [{"options": {**now, "steps": 7}}]}
     assert drift(cell, short, Overrides(steps=7), todays_settings) == []

@@ -11,6 +11,10 @@ from m3d.grid.journal import Record
 Settings = Callable[[Source], Mapping[str, Any]]  # every option with which a set would be made today
 
 
+# What sets had before there was such an option, and so what records that do not name it are of.
+_BEFORE: Mapping[str, Any] = {"chroma": "full"}
+
+
 class Change(NamedTuple):
     """An option of a recorded set that would have another value today."""
 
@@ -25,13 +29,14 @@ class Change(NamedTuple):
 def drift(cell: Cell, record: Record, overrides: Overrides, settings: Settings) -> list[Change]:
     """What has changed since the sets of a finished cell were made.
 
-    Only what both sides name can be compared: options that came later, and values that early records left open, cannot.
+    Only what both sides name can be compared: most options that came later, and values that early records left open,
+    cannot.
     """
     changes: dict[str, Change] = {}  # sub-tasks share their options
     for source, made in zip(cell.sources, record.get("condensation", ()), strict=False):
         if source.method == WHOLE:
             continue
-        then = made.get("options", {})
+        then = {**_BEFORE, **made.get("options", {})}
         for option, now in settings(overrides.source(source)).items():
             if None not in (now, then.get(option)) and now != then[option]:
                 changes[option] = Change(option, then[option], now)

@@ -56,7 +56,7 @@ def plus(
     average_from: float = 0.8,
     factor: int | None = None,
     upsample: str | None = None,
-    chroma: str = "full",
+    chroma: str | None = None,
     kernel: str = "gaussian",
     layers: int = 0,
     layer_weight: float = 1.0,
@@ -87,6 +87,7 @@ def plus(
     encoder_batch = default_batch(task.shape) if encoder_batch is None else encoder_batch
     own = own_settings(task)
     factor = _factor(task, found) if factor is None else factor
+    chroma = _chroma(task, factor) if chroma is None else chroma
     upsample = own.upsample if upsample is None else upsample
     augment = own.augment if augment is None else augment
     recipe = encoder_recipe(encoder_epochs, encoder_batch, encoder_lr)
@@ -110,6 +111,7 @@ def plus(
             "lr": lr,
             "factor": factor,
             "upsample": upsample,
+            "chroma": chroma,
             "ce_weight": ce_weight,
             "encoder_batch": encoder_batch,
             "augment": augment,
@@ -121,6 +123,13 @@ def _factor(task: Task, found: _Found) -> int:
     usual = own_settings(task).factor
     grey = task.shape[0] == 1
     return found.factor if usual == 2 and not grey else usual
+
+
+def _chroma(task: Task, factor: int) -> str:
+    """Half wherever images that are cut up at all can be stored so."""
+    channels, *sides = task.shape
+    fits = channels == 3 and not any(side % (2 * factor) for side in sides)
+    return "half" if factor > 1 and fits else "full"
 
 
 def milestones(steps: int) -> tuple[int, int]:

@@ -12,6 +12,7 @@ from m3d.grid.cells import Cell, Source, Value
 LOW = ("mnist", "fashion-mnist", "svhn", "cifar10", "cifar100")
 # Rows of which M3D is condensed from three seeds. At the second they differ by up to a point (LAB.md).
 SEVERAL_SEEDS = ("cifar10/10", "fashion-mnist/1")
+FULL_COLOURS: tuple[tuple[str, Value], ...] = (("chroma", "full"),)
 NO_FACTOR: tuple[tuple[str, Value], ...] = (("factor", 1),)
 
 

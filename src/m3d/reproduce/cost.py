@@ -126,8 +126,11 @@ def evaluating(cell: Cell, overrides: Overrides) -> Estimate:
 
 def decoded(source: Source) -> int:
     """Images of a class that networks are trained on."""
-    halved = dict(source.options).get("chroma") == "half"
-    return source.ipc * factor(source) ** 2 * (2 if halved else 1)
+    channels, side, _ = FACTS[source.data].shape
+    l = factor(source)
+    own = "half" if source.method == "m3d+" and channels == 3 and l > 1 and side % (2 * l) == 0 else "full"
+    halved = dict(source.options).get("chroma", own) == "half"
+    return source.ipc * l**2 * (2 if halved else 1)
 
 
 def factor(source: Source) -> int:

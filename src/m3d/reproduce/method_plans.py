@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from m3d.grid.cells import Cell, Source, Value
-from m3d.reproduce.cells import Column, Plan, Row, Table
+from m3d.reproduce.cells import FULL_COLOURS, Column, Plan, Row, Table
 
 Options = tuple[tuple[str, Value], ...]
 
@@ -46,6 +46,7 @@ _RIVALS = (
     Rival("CAFE+DSA", "cafe-dsa", "dsa", {1: (("steps", 2_500),), 10: (("steps", 2_500),)}),
     Rival("IDC", "idc", "paper", {1: (("steps", 5_000),), 10: (("steps", 5_000),)}),
     Rival("M3D+", "m3d+", "paper"),
+    Rival("M3D+, full colours", "m3d+", "paper", always=FULL_COLOURS, variant="full"),
     Rival("DANCE", "dance", "paper"),
     Rival("NCFM", "ncfm", "paper"),
     Rival("NCFM, plain steps", "ncfm", "paper", always=(("turns", 1),), variant="plain"),
