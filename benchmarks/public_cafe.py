@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -269,7 +268,7 @@ def main() -> None:
             return accuracies(set_, test, net, options.repeats, options.repeats, recipe, runtime)[0]
 
     settings = {k: v for k, v in vars(options).items() if k not in ("out", "device")}
-    report: dict[str, Any] = {**runtime.describe(), "command": " ".join(sys.argv), "settings": settings, "sides": {}}
+    report: dict[str, Any] = {**runtime.describe(), "settings": settings, "sides": {}}
     for side in options.sides.split(","):
         report["sides"][side] = (
             public_side(data, options, judge, device) if side == "public" else own_side(data, options, judge, runtime)
