@@ -121,8 +121,11 @@ def _name(figure: Figure, axes: Axes, points: dict[str, tuple[float, float]]) ->
     inside, far = axes.get_window_extent(), 1e4
     left, right = inside.x0 * 72 / figure.dpi, inside.x1 * 72 / figure.dpi
     taken += [(-far, -far, left, far), (right, -far, far, far)]
-    for name, (x, y) in page.items():
-        width, height = 0.68 * (_FONT - 1) * len(name), _FONT - 1.0
+    for name in sorted(page, key=len):  # short ones lie beside their points, long ones find a place around them
+        x, y = page[name]
+        label = axes.annotate(name, points[name], (0, 0), textcoords="offset points", fontsize=_FONT - 1)
+        extent = label.get_window_extent()
+        width, height = extent.width * 72 / figure.dpi, extent.height * 72 / figure.dpi
         sides = {
             (5, 0, "left", "center"): (x + 4, y - height / 2),
             (-5, 0, "right", "center"): (x - 5 - width, y - height / 2),
@@ -133,7 +136,8 @@ def _name(figure: Figure, axes: Axes, points: dict[str, tuple[float, float]]) ->
         best = min(boxes, key=lambda side: sum(_overlap(boxes[side], other) for other in taken))
         taken.append(boxes[best])
         dx, dy, across, along = best
-        axes.annotate(name, points[name], (dx, dy), textcoords="offset points", ha=across, va=along, fontsize=_FONT - 1)
+        label.xyann = (dx, dy)
+        label.set(ha=across, va=along)
 
 
 def _overlap(a: tuple[float, ...], b: tuple[float, ...]) -> float:
