@@ -126,11 +126,13 @@ def _name(figure: Figure, axes: Axes, points: dict[str, tuple[float, float]]) ->
         label = axes.annotate(name, points[name], (0, 0), textcoords="offset points", fontsize=_FONT - 1)
         extent = label.get_window_extent()
         width, height = extent.width * 72 / figure.dpi, extent.height * 72 / figure.dpi
+        start = min(max(x - width / 2, left), right - width)  # above and below, as far aside as the axes need it
+        aside = start + width / 2 - x
         sides = {
             (5, 0, "left", "center"): (x + 4, y - height / 2),
             (-5, 0, "right", "center"): (x - 5 - width, y - height / 2),
-            (0, 4, "center", "bottom"): (x - width / 2, y + 4),
-            (0, -4, "center", "top"): (x - width / 2, y - 4 - height),
+            (aside, 4, "center", "bottom"): (start, y + 4),
+            (aside, -4, "center", "top"): (start, y - 4 - height),
         }
         boxes = {side: (start, low, start + width, low + height) for side, (start, low) in sides.items()}
         best = min(boxes, key=lambda side: sum(_overlap(boxes[side], other) for other in taken))
