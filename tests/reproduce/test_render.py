@@ -139,22 +139,24 @@ def test_names_of_points_stay_inside_the_axes():
         assert edges.x0 <= box.x0 and box.x1 <= edges.x1, text.get_text()
 
 
-def test_names_cover_no_point_where_points_crowd():
-    """Places of the repository's own figure, in which a long name lay over its neighbour's point."""
-    from m3d.reproduce.figures import _against_time
+def test_names_cover_no_point_where_points_crowd(monkeypatch):
+    """The repository's own figures, in one of which a long name once lay over its neighbour's point."""
 
-    places = {"M3D": (17, 63), "M3D+": (43, 73), "M3D+, full colours": (40, 71), "DANCE": (47, 69), "IDM": (200, 67)}
-    places |= {"DC": (44, 31), "DSA": (47, 30), "DM": (31, 28), "a much longer name than that": (14, 28)}
-    seconds = {name: Place(x) for name, (x, _) in places.items()}
-    figure = _against_time({name: Place(y) for name, (_, y) in places.items()}, seconds, "title")
-    figure.draw_without_rendering()
-    (axes,) = figure.axes
-    boxes = {t.get_text(): t.get_window_extent() for t in axes.texts if t.get_text() in places}
-    assert len(boxes) == len(places)
-    for name, box in boxes.items():
-        covered = [other for other, point in places.items() if box.contains(*axes.transData.transform(point))]
-        assert not covered, (name, covered)
-        assert not [other for other in boxes if other != name and box.overlaps(boxes[other])], name
+    drawn, name = [], figures._name
+    monkeypatch.setattr(
+        figures, "_name", lambda figure, axes, points: (drawn.append(points), name(figure, axes, points))
+    )
+    results = Path(__file__).parents[2] / "results" / "reproduce"
+    made = figures.methods(Records(results, PLANS["methods"], Overrides()))
+    assert len(made) == len(drawn) == 2
+    for figure, points in zip(made.values(), drawn, strict=True):
+        figure.draw_without_rendering()
+        (axes,) = figure.axes
+        boxes = {t.get_text(): t.get_window_extent() for t in axes.texts if t.get_text() in points}
+        assert len(boxes) == len(points) > 10
+        for name, box in boxes.items():
+            covered = [other for other, point in points.items() if box.contains(*axes.transData.transform(point))]
+            assert not covered, (name, covered)
 
 
 def test_places_hold_ours_published_and_difference(everything):
