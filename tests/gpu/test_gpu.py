@@ -200,6 +200,7 @@ def test_photographs_augmentation_is_the_same_and_can_be_recorded():
 PRETRAINED = {
     "m3d+": {"encoders": 2, "encoder_epochs": 2, "ce_ramp": 0.5, "decay": 0.5, "average_from": 0.5},
     "dance": {"encoders": 2, "encoder_epochs": 2},
+    "dsdm": {"encoders": 2, "encoder_epochs": 2, "history_after": 1},
     "ncfm": {"encoders": 2, "encoder_epochs": 2, "frequencies": 32, "sampler": "learned", "lr": 0.002},
 }
 

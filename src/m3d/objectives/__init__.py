@@ -5,6 +5,7 @@ from m3d.objectives.characteristic import CharacteristicGap
 from m3d.objectives.features import MMD, Attention, LayersMMD, Moment
 from m3d.objectives.gradients import CosineRows, PowerDistance
 from m3d.objectives.layers import Discriminate, LayerMeans
+from m3d.objectives.semantic import Covariance, History
 from m3d.objectives.trajectories import EndPoint
 
 __all__ = [
@@ -12,8 +13,10 @@ __all__ = [
     "Attention",
     "CharacteristicGap",
     "CosineRows",
+    "Covariance",
     "Discriminate",
     "EndPoint",
+    "History",
     "LayerMeans",
     "LayersMMD",
     "Moment",

@@ -138,7 +138,7 @@ def factor(source: Source) -> int:
     given = dict(source.options).get("factor")
     if given is not None:
         return int(given)
-    if source.method not in ("m3d", "m3d+", "dance", "ncfm", "idc", "idm"):
+    if source.method not in ("m3d", "m3d+", "dance", "ncfm", "dsdm", "idc", "idm"):
         return 1
     if FACTS[source.data].shape[1] >= 128:
         return 3
