@@ -48,6 +48,7 @@ _RIVALS = (
     Rival("M3D+", "m3d+", "paper"),
     Rival("M3D+, full colours", "m3d+", "paper", always=FULL_COLOURS, variant="full"),
     Rival("DANCE", "dance", "paper"),
+    Rival("DSDM", "dsdm", "paper"),
     Rival("NCFM", "ncfm", "paper"),
     Rival("NCFM, plain steps", "ncfm", "paper", always=(("turns", 1),), variant="plain"),
     Rival("MTT", "mtt", "mtt", {1: _CUT_MTT, 10: _CUT_MTT}, zca=True),
@@ -61,8 +62,8 @@ def methods() -> Plan:
     columns = tuple(Column(f"IPC {ipc}, {which}", f"{ipc}, {which}") for which in ("own", "paper") for ipc in (1, 10))
     note = (
         "CIFAR-10, 10 networks. Own: the evaluation protocol of the method's own paper, beside its published accuracy. "
-        "Paper: one protocol for all, ConvNet-3 with instance norm; it is IDC's and M3D's own, and M3D+, DANCE and "
-        "NCFM are measured by it in both (their authors train for 1,500 epochs or more). Cut short: "
+        "Paper: one protocol for all, ConvNet-3 with instance norm; it is IDC's and M3D's own, and M3D+, DANCE, "
+        "DSDM and NCFM are measured by it in both (their authors train for 1,500 epochs or more). Cut short: "
         + "; ".join(f"{r.label} at IPC {ipc}: {_told(o)}" for r in _RIVALS for ipc, o in r.options.items())
         + " (CAFE's rate then falls after the same shares of fewer steps). MTT and DataDAM, but for the row that says "
         "otherwise, see ZCA-whitened images in both columns. Plain steps: AdamW moves all classes once; the authors' "
