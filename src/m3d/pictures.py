@@ -89,13 +89,13 @@ def grid(condensed: CondensedSet, decoded: bool = False, most: int = 10, classes
         f"{condensed.manifest['ipc']} per class" + (f", decoded to {per_class}" if decoded else "")
     )
     if condensed.tiles.halved and not decoded:
-        title += ", each two mosaics that share their colours' space"
+        title += ", two mosaics each"
     if condensed.soft is not None:
         sizes = {k: f"{v / 1024:.1f} KiB" for k, v in condensed.storage.items()}
         title += f", soft labels ({sizes['pixels']} pixels + {sizes['labels']} labels)"
-    hidden = [f"{rows} of {len(names)} classes"] * (rows < len(names)) + [f"{columns} of {per_class} images"] * (
-        columns < per_class
-    )
+    shown_are = "mosaics" if condensed.tiles.halved and not decoded else "images"
+    hidden = [f"{rows} of {len(names)} classes"] * (rows < len(names))
+    hidden += [f"{columns} of {per_class} {shown_are}"] * (columns < per_class)
     return mosaic_figure(shown, names[:rows], title + (f" ({', '.join(hidden)} shown)" if hidden else ""))
 
 
