@@ -8,7 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from toys import make_dataset
 
 import m3d
 
@@ -55,3 +57,21 @@ def test_scripts_that_measure_a_set(tmp_path):
         assert script(f"{name}.py", tmp_path / "run", *small).count("%") == 2
         report = json.loads((tmp_path / "out.json").read_text())
         assert report["device"].startswith("cpu") and report["set"]
+
+
+@pytest.mark.parametrize("augmented", [False, True])
+def test_the_public_loop_of_cafe_beside_ours(tmp_path, augmented):
+    data = make_dataset(3, 20, (3, 32, 32))
+    splits = {}
+    for split, part in (("train", data.train), ("test", data.test)):
+        splits |= {f"x_{split}": part.images.permute(0, 2, 3, 1).numpy(), f"y_{split}": part.labels().numpy()}
+    np.savez(tmp_path / "tiny.npz", **splits)
+    words = ["--steps", "4", "--width", "4", "--batch-real", "4", "--queries", "4", "--repeats", "1", "--epochs", "2"]
+    words += ["--device", "cpu", "--out", tmp_path / "out.json", *(["--dsa"] if augmented else [])]
+    said = script("public_cafe.py", tmp_path / "tiny.npz", *words)
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert report["settings"]["dsa"] is augmented and said.count("%") == 8
+    for side in ("public", "m3d"):
+        assert sorted(report["sides"][side]["accuracies"]) == ["1", "2", "3", "4"]
+    # Between two decisions a network is trained for ten epochs at least, and a network serves ten steps at least.
+    assert report["sides"]["public"]["networks"] == 1 and report["sides"]["public"]["epochs_after_a_step"] >= 10
