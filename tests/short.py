@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from m3d.data import Dataset
-from m3d.engine import Outcome, Watch, condense
+from m3d.engine import condense
 from m3d.method import Method
 from m3d.methods import Task, make_method
 from m3d.nets import FlatNet, make_net
 from m3d.runtime import Runtime
+from m3d.watch import Outcome, Watch
 
 CPU = Runtime.choose("cpu")
 NET = "convnet2:width=8"

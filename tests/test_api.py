@@ -62,7 +62,7 @@ def test_judging_by_another_network(tmp_path):
 
 def test_an_evaluation_is_written_down_where_compare_finds_it(tmp_path):
     from m3d.report import rows_of
-    from m3d.store import RunFolder
+    from m3d.run_folder import RunFolder
 
     net, run = "convnet2:width=8", tmp_path / "run"
     made = m3d.condense("digits", 1, "random", net=net, out=run, device="cpu")

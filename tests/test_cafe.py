@@ -8,7 +8,7 @@ from torch.nn import functional
 from toys import make_dataset
 
 from m3d.augment import Augment
-from m3d.engine import Watch, condense
+from m3d.engine import condense
 from m3d.errors import Interrupted, M3DError
 from m3d.evaluation import make_protocol
 from m3d.methods import Task, make_method
@@ -19,12 +19,13 @@ from m3d.pools import World
 from m3d.pools.watched import Watched, _WatchedPool
 from m3d.probes import Forward
 from m3d.rng import Purpose
+from m3d.run_folder import RunFolder
 from m3d.runtime import Runtime
 from m3d.select import Noise, RandomReal
 from m3d.step import Step
-from m3d.store import RunFolder
 from m3d.synth import Synthetic, Tiles
 from m3d.types import Batch, Eyes, Seen
+from m3d.watch import Watch
 
 CPU = Runtime.choose("cpu")
 NET = "convnet2:width=4"

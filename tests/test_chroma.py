@@ -9,12 +9,12 @@ from PIL import Image
 from toys import make_dataset
 
 import m3d
+from m3d.condensed import CHROMA_FORMAT, CondensedSet
 from m3d.errors import M3DError
 from m3d.normalise import Normalise
 from m3d.pictures import grid
 from m3d.reproduce.measures import picture
 from m3d.runtime import Runtime
-from m3d.store import CHROMA_FORMAT, CondensedSet
 from m3d.synth import Synthetic, Tiles
 from m3d.teachers import Teachers, relabel
 

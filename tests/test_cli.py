@@ -14,7 +14,8 @@ import torch
 from PIL import Image
 from shell import FAST, fails, run
 
-from m3d.store import CondensedSet, RunFolder
+from m3d.condensed import CondensedSet
+from m3d.run_folder import RunFolder
 
 
 def test_condense_evaluate_show_export(capsys, finished, tmp_path):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from shell import fails, run
 
-from m3d.store import RunFolder
+from m3d.run_folder import RunFolder
 
 
 def test_every_option_of_everything_has_a_meaning():

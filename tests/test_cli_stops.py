@@ -9,7 +9,7 @@ import time
 import pytest
 from shell import FAST, fails, run
 
-from m3d.store import RunFolder
+from m3d.run_folder import RunFolder
 
 
 def test_a_diverging_run_is_stopped(capsys, tmp_path):

@@ -12,11 +12,12 @@ import pytest
 import torch
 
 import m3d
+from m3d.condensed import CondensedSet
 from m3d.errors import Interrupted, M3DError
 from m3d.evaluation import evaluate, make_protocol
 from m3d.files import append_line, read_checked, read_json, read_newest, sweep, write_bytes, write_checked
+from m3d.run_folder import RunFolder
 from m3d.runtime import Runtime
-from m3d.store import CondensedSet, RunFolder
 from m3d.trained import cache_folder, default_recipe, trained_networks
 
 CPU = Runtime.choose("cpu")
@@ -240,6 +241,6 @@ def test_a_run_begun_anew_before_its_folder_is_held_keeps_its_checkpoints(tmp_pa
     folder = RunFolder(tmp_path)
     folder.save_checkpoint({"x": torch.zeros(3)}, {"step": 1})
     (folder / RunFolder.CONDENSED).write_text("the set of the run before")
-    monkeypatch.setattr("m3d.store.sweep", lambda path: (folder / RunFolder.CONDENSED).unlink(missing_ok=True))
+    monkeypatch.setattr("m3d.run_folder.sweep", lambda path: (folder / RunFolder.CONDENSED).unlink(missing_ok=True))
     folder.shed("m3d condense --resume")
     assert folder.load_checkpoint()[1] == {"step": 1}

@@ -8,17 +8,18 @@ import torch
 from torch import nn
 
 import m3d
-from m3d.engine import Watch, condense
+from m3d.engine import condense
 from m3d.errors import Interrupted, M3DError
 from m3d.evaluation import make_protocol
 from m3d.listing import overview
 from m3d.methods import Task, make_method
 from m3d.nets import FlatNet, make_net
 from m3d.objectives import Attention
+from m3d.run_folder import RunFolder
 from m3d.runtime import Runtime
 from m3d.step import Step
-from m3d.store import RunFolder
 from m3d.types import Seen
+from m3d.watch import Watch
 
 CPU = Runtime.choose("cpu")
 NET = "convnet3:width=8,norm=batch"

@@ -15,8 +15,8 @@ from toys import make_dataset
 
 import m3d
 from m3d.cli import main
+from m3d.run_folder import RunFolder
 from m3d.shards import Ranks, Shard, split
-from m3d.store import RunFolder
 
 CLASSES = 5
 SETTINGS = {"net": "convnet2:width=4", "batch_real": 4, "device": "cpu", "classes_at_once": 1}

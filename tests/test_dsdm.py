@@ -5,16 +5,17 @@ import signal
 import pytest
 import torch
 
-from m3d.engine import Watch, condense
+from m3d.engine import condense
 from m3d.errors import Interrupted, M3DError
 from m3d.methods import Task, make_method
 from m3d.nets import FlatNet, make_net
 from m3d.objectives import Covariance, History
 from m3d.objectives.base import Weighted
+from m3d.run_folder import RunFolder
 from m3d.runtime import Runtime
 from m3d.step import Step
-from m3d.store import RunFolder
 from m3d.types import Seen
+from m3d.watch import Watch
 
 CPU = Runtime.choose("cpu")
 NET = "convnet2:width=4"

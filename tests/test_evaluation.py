@@ -10,8 +10,8 @@ import torch
 import m3d
 from m3d.errors import Interrupted, M3DError
 from m3d.evaluation import Protocol, evaluate, evaluate_whole, make_protocol
+from m3d.run_folder import RunFolder
 from m3d.runtime import Runtime
-from m3d.store import RunFolder
 from m3d.train import Recipe
 
 CPU = Runtime.choose("cpu")

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional
 
 from m3d.augment import Augment
-from m3d.engine import Watch, condense
+from m3d.engine import condense
 from m3d.errors import Interrupted, M3DError
 from m3d.methods import METHODS, Task, make_method
 from m3d.methods.dc import loops
@@ -16,12 +16,13 @@ from m3d.objectives import CosineRows, PowerDistance
 from m3d.pools import TrainedOnReal, TrainedOnSynthetic, World
 from m3d.probes import Gradient
 from m3d.rng import Purpose
+from m3d.run_folder import RunFolder
 from m3d.runtime import Runtime
 from m3d.step import Step
-from m3d.store import RunFolder
 from m3d.synth import Synthetic, Tiles
 from m3d.train import Recipe
 from m3d.types import Batch, Eyes, Grads
+from m3d.watch import Watch
 
 CPU = Runtime.choose("cpu")
 NET = "convnet2:width=4"

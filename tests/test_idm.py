@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 import m3d
-from m3d.engine import Watch, condense
+from m3d.engine import condense
 from m3d.errors import Interrupted, M3DError
 from m3d.evaluation import make_protocol
 from m3d.kernels import Gaussian
@@ -18,10 +18,11 @@ from m3d.nets import FlatNet, make_net
 from m3d.pools import World
 from m3d.pools.queue import Queue
 from m3d.rng import Purpose
+from m3d.run_folder import RunFolder
 from m3d.runtime import Runtime
 from m3d.step import Step
-from m3d.store import RunFolder
 from m3d.train import Recipe
+from m3d.watch import Watch
 
 CPU = Runtime.choose("cpu")
 NET = "convnet2:width=4"

@@ -9,6 +9,7 @@ import torch
 import m3d
 from m3d.batches import Images
 from m3d.cli import main
+from m3d.condensed import CondensedDataset
 from m3d.errors import M3DError
 from m3d.evaluation import make_protocol
 from m3d.export import export
@@ -18,7 +19,6 @@ from m3d.normalise import EPSILON, Normalise, Zca
 from m3d.pools import TrainedOnReal, World
 from m3d.runtime import Runtime
 from m3d.step import Step
-from m3d.store import CondensedDataset
 from m3d.synth import Synthetic, Tiles
 from m3d.train import Recipe
 from m3d.trained import default_recipe, trained_networks

@@ -16,7 +16,7 @@ import m3d
 from m3d import rng
 from m3d.batches import Images
 from m3d.costs import borrowing
-from m3d.engine import Watch, condense
+from m3d.engine import condense
 from m3d.errors import Interrupted, M3DError
 from m3d.kernels import Gaussian, Linear
 from m3d.methods import Task, make_method
@@ -24,13 +24,14 @@ from m3d.nets import FlatNet, make_net
 from m3d.players import AdamW
 from m3d.pools import World
 from m3d.pools.pretrained import Pretrained, encoder_recipe
+from m3d.run_folder import RunFolder
 from m3d.runtime import Runtime, time_limit
 from m3d.step import Step
-from m3d.store import RunFolder
 from m3d.synth import Tiles
 from m3d.terminal import said
 from m3d.train import Recipe, Trainer
 from m3d.trained import cache_folder, trained_networks
+from m3d.watch import Watch
 
 CPU = Runtime.choose("cpu")
 NET = "convnet2:width=4"

@@ -9,12 +9,13 @@ import pytest
 
 import m3d
 from m3d.cli import main
+from m3d.condensed import CondensedSet
 from m3d.errors import Interrupted, M3DError
 from m3d.evaluation import evaluate, evaluate_whole, make_protocol
 from m3d.ranking import Arm, Ranking, rank, recorded_whole, score, without_augmentation
 from m3d.report import RANKING_COLUMNS, rows_of, table
+from m3d.run_folder import RunFolder
 from m3d.runtime import Runtime
-from m3d.store import CondensedSet, RunFolder
 from m3d.teachers import Teachers, relabel
 
 CPU = Runtime.choose("cpu")

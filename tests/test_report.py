@@ -11,7 +11,7 @@ from PIL import Image
 from m3d.cli import main
 from m3d.errors import M3DError
 from m3d.report import COLUMNS, RANKING_COLUMNS, SHARED_COLUMNS, SOFT_COLUMNS, bar_chart, over_seeds, rows_of, table
-from m3d.store import RunFolder
+from m3d.run_folder import RunFolder
 
 
 @pytest.fixture(scope="module")
@@ -182,7 +182,7 @@ def test_folders_without_a_result_are_left_out_and_said(runs, tmp_path, caplog):
 def test_a_repeated_evaluation_stands_there_once_and_one_network_has_no_deviation(runs, tmp_path):
     import shutil
 
-    from m3d.store import RunFolder
+    from m3d.run_folder import RunFolder
 
     folder = RunFolder(shutil.copytree(runs[0], tmp_path / "run"))
     record = folder.results()[0]

@@ -13,10 +13,10 @@ from short import NET, run
 from toys import make_dataset
 
 import m3d
-from m3d.engine import Watch
 from m3d.errors import Interrupted, M3DError
+from m3d.run_folder import RunFolder
 from m3d.step import BLOCK
-from m3d.store import RunFolder
+from m3d.watch import Watch
 
 
 def test_a_checkpoint_of_another_run_is_named(tiny, tmp_path):

@@ -16,6 +16,7 @@ import m3d
 from m3d import rng, trained
 from m3d.batches import Images
 from m3d.cli import main
+from m3d.condensed import CondensedDataset, CondensedSet
 from m3d.errors import M3DError
 from m3d.evaluation import PROTOCOLS, evaluate, make_protocol
 from m3d.export import export
@@ -23,8 +24,8 @@ from m3d.nets import make_net
 from m3d.nets.flat import FlatNet
 from m3d.pictures import grid
 from m3d.report import COLUMNS, SOFT_COLUMNS, bar_chart, rows_of, table
+from m3d.run_folder import RunFolder
 from m3d.runtime import Runtime
-from m3d.store import CondensedDataset, CondensedSet, RunFolder
 from m3d.teachers import Teachers, averaged_softmax, relabel
 from m3d.train import Recipe, Trainer, cross_entropy
 from m3d.trained import Trained, default_recipe, trained_networks

@@ -6,8 +6,8 @@ import sys
 
 from rich.console import Console
 
-from m3d.engine import Progress
 from m3d.terminal import _Bar, clear_bars, epoch_bar, progress_bar, status_line
+from m3d.watch import Progress
 
 
 class Terminal(io.StringIO):

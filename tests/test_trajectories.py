@@ -10,7 +10,7 @@ import m3d
 from m3d import rng
 from m3d.augment import UNIFORMS, Augment
 from m3d.batches import Images
-from m3d.engine import Watch, condense
+from m3d.engine import condense
 from m3d.errors import Interrupted, M3DError
 from m3d.evaluation import make_protocol
 from m3d.methods import Task, make_method
@@ -21,14 +21,15 @@ from m3d.objectives import EndPoint
 from m3d.players import Descent
 from m3d.pools import World
 from m3d.pools.experts import GROUP, Experts, Trajectories, train_experts
+from m3d.run_folder import RunFolder
 from m3d.runtime import Runtime
 from m3d.step import Step
-from m3d.store import RunFolder
 from m3d.synth import Tiles
 from m3d.train import Recipe, Trainer
 from m3d.trained import cache_folder
 from m3d.types import Batch, Eyes, Segment
 from m3d.unroll import Lessons, Unroll
+from m3d.watch import Watch
 
 CPU = Runtime.choose("cpu")
 NET = "convnet2:width=4"

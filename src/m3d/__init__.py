@@ -13,11 +13,11 @@ from m3d.version import __version__
 
 if TYPE_CHECKING:
     from m3d.api import condense, evaluate, rank, relabel, resume
+    from m3d.condensed import CondensedDataset, CondensedSet
     from m3d.data import ClassData, Dataset, load_data
     from m3d.evaluation import Protocol, Result
     from m3d.method import Matching, Method
     from m3d.ranking import Ranking
-    from m3d.store import CondensedDataset, CondensedSet
 
 _HOME = {
     "condense": "m3d.api",
@@ -33,8 +33,8 @@ _HOME = {
     "Protocol": "m3d.evaluation",
     "Ranking": "m3d.ranking",
     "Result": "m3d.evaluation",
-    "CondensedDataset": "m3d.store",
-    "CondensedSet": "m3d.store",
+    "CondensedDataset": "m3d.condensed",
+    "CondensedSet": "m3d.condensed",
 }
 
 __all__ = [

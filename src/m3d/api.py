@@ -9,8 +9,8 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+from m3d.condensed import CondensedSet
 from m3d.data import Dataset, load_data
-from m3d.engine import Progress
 from m3d.errors import M3DError, unknown
 from m3d.evaluation import Protocol, Result, make_protocol
 from m3d.evaluation import evaluate as evaluate_set
@@ -20,11 +20,12 @@ from m3d.ranking import Ranking
 from m3d.ranking import rank as rank_set
 from m3d.registry import canonical
 from m3d.requests import checked_request, load_recipe
+from m3d.run_folder import RunFolder, home_of
 from m3d.runtime import Runtime
 from m3d.shards import Ranks
-from m3d.store import CondensedSet, RunFolder, home_of
 from m3d.teachers import Teachers
 from m3d.teachers import relabel as relabel_set
+from m3d.watch import Progress
 
 
 def condense(
@@ -60,7 +61,7 @@ def condense(
     ``load_options`` are those of :func:`m3d.load_data` for data given by name or path (size, test_fraction,
     val_fraction, ...); with ``eval_every`` the set is measured on the held-out part every so many steps, by
     ``eval_options`` (net, protocol, repeats), and the best one kept too: the accuracies are in the manifest
-    (``validation``). ``report`` is called about twice a second with a :class:`m3d.engine.Progress`.
+    (``validation``). ``report`` is called about twice a second with a :class:`m3d.watch.Progress`.
     """
     if keep_every and out is None:
         raise M3DError(f"keep_every={keep_every} needs a folder to keep sets in: give out")

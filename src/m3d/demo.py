@@ -11,8 +11,8 @@ import torch
 
 from m3d import api
 from m3d.data import load_data
-from m3d.engine import Progress
 from m3d.pictures import mosaic_figure, save_figure
+from m3d.watch import Progress
 
 # 8×8 images leave nothing for a third block to see, and half the paper's width is enough for them.
 NET = "convnet2:width=64"

@@ -6,91 +6,27 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from m3d.costs import borrowing
+from m3d.course import require_no_rise, require_numbers, require_unsaturated, saturated
 from m3d.data.classes import Dataset
 from m3d.errors import Interrupted, M3DError
 from m3d.method import Method
 from m3d.nets.flat import FlatNet
+from m3d.run_folder import RunFolder
 from m3d.runtime import Repeated, Runtime, out_of_memory, stop_politely
 from m3d.shards import Shard
 from m3d.step import BLOCK, Step
-from m3d.store import RunFolder
+from m3d.watch import Outcome, Progress, Snapshot, Watch
 
 log = logging.getLogger(__name__)
 _REPORT_SECONDS = 0.5
-_RECENT = 8  # steps whose mean loss tells whether a run diverges
-_NOTHING = 1e-5  # a loss below it is rounding: synthetic images that are all of a class begin at zero
-_SATURATED = 0.97  # share of pixels at the ends of their range that no image has by itself
-
-
-@dataclass(frozen=True)
-class Progress:
-    """What is known after some steps."""
-
-    step: int
-    steps: int
-    loss: float  # mean over classes, latest step
-    seconds: float  # spent in this run so far, earlier sessions included
-    rate: float  # steps per second, lately
-    validation: tuple[int, float] | None = None  # latest measurement on held-out data: (step, accuracy)
-
-
-class Snapshot(NamedTuple):
-    """The images in the middle of a run."""
-
-    pixels: Tensor  # [C, ipc, ch, h, w] on the CPU, 0 black and 1 white
-    step: int
-    seconds: float  # spent so far
-    learned: dict[str, float]  # numbers learned beside the pixels
-
-
-@dataclass
-class Watch:
-    """What happens beside the loop. Every part is optional."""
-
-    report: Callable[[Progress], None] | None = None
-    folder: RunFolder | None = None
-    checkpoint_seconds: float = 60.0
-    judge: Callable[[Snapshot], float] | None = None  # validation accuracy of the images as they are
-    judge_every: int = 0
-    keep: Callable[[Snapshot], None] | None = None
-    keep_every: int = 0
-    keep_end: bool = False  # whether the last step is checkpointed too, so that a finished part need not be made again
-    pays_for_networks: bool = True  # whether the seconds include those of networks found in the cache
-
-
-@dataclass
-class Outcome:
-    """What a finished condensation leaves."""
-
-    pixels: Tensor  # [C, ipc, ch, h, w] on the CPU, 0 black and 1 white
-    losses: list[float]
-    seconds: float
-    best: tuple[Tensor, int, float] | None = None  # (pixels, step, validation accuracy)
-    judged: list[tuple[int, float]] = field(default_factory=list)
-    learned: dict[str, float] = field(default_factory=dict)  # numbers learned beside the pixels
-    best_learned: dict[str, float] = field(default_factory=dict)  # the same when the best pixels were kept
-    borrowed_memory: int = 0  # bytes that work taken from a cache used at most
-    starting: float = 0.0  # of the seconds, those before the end of each session's first step
-
-    @classmethod
-    def joined(cls, parts: Sequence[Outcome]) -> Outcome:
-        """The outcome of runs over consecutive groups of classes as that of one run."""
-        if len(parts) == 1:
-            return parts[0]
-        pixels, total = torch.cat([p.pixels for p in parts]), sum(len(p.pixels) for p in parts)
-        steps = zip(*(p.losses for p in parts), strict=True)
-        losses = [sum(len(p.pixels) * x for p, x in zip(parts, step, strict=True)) / total for step in steps]
-        memory = max(p.borrowed_memory for p in parts)
-        starting = sum(p.starting for p in parts)
-        return cls(pixels, losses, sum(p.seconds for p in parts), borrowed_memory=memory, starting=starting)
 
 
 def condense(
@@ -251,12 +187,13 @@ class _Run:
         first = len(self.losses) % BLOCK
         own = self.state.losses[first : first + new].cpu()  # [new, c]; a flush is all that waits for the device
         block = self.shard.whole(own.mT.contiguous()).mT.contiguous()  # [new, C]
-        self._check_numbers(block)
+        require_numbers(block, len(self.losses), self._class_names)
         self.losses += block.mean(1).tolist()
         # At set steps, not whenever there is a flush: on a slow machine as on a fast one a run ends or goes on alike.
         if self.step % BLOCK == 0 or self.step == self.matching.steps:
-            self._check_course(block)
-            self._check_pixels()
+            require_no_rise(self.losses, block, self.matching.diverged_at, self._class_names)
+            if self.matching.bounded:
+                require_unsaturated(self._saturated(), self.saturated_at_first, self.step)
         now = time.perf_counter()
         if self.watch.report is not None:
             rate = (self.step - self._last_step) / max(now - self._last_report, 1e-9)
@@ -264,44 +201,13 @@ class _Run:
             self.watch.report(Progress(self.step, self.matching.steps, self.losses[-1], self.seconds, rate, judged))
         self._last_report, self._last_step = now, self.step
 
-    def _check_numbers(self, block: Tensor) -> None:
-        """Stop on NaN or infinity, naming the step and the class."""
-        broken = (~torch.isfinite(block)).nonzero()
-        if len(broken):
-            step, c = broken[0].tolist()
-            raise M3DError(
-                f"step {len(self.losses) + step}: the loss of class {self._class_names[c]!r} is "
-                f"{block[step, c].item()}; try a smaller --lr or --precision fp32"
-            )
-
-    def _check_course(self, block: Tensor) -> None:
-        """Stop where the loss rises far above its first value, naming the class that rose most."""
-        start, recent = self.losses[0], sum(self.losses[-_RECENT:]) / len(self.losses[-_RECENT:])
-        if recent > self.matching.diverged_at * max(start, _NOTHING):
-            worst = int(block[-_RECENT:].mean(0).argmax())
-            raise M3DError(
-                f"step {self.step}: the loss rose from {start:.3g} to {recent:.3g}, most in class "
-                f"{self._class_names[worst]!r}; the run diverges, try a smaller --lr"
-            )
-
     @property
     def _class_names(self) -> tuple[str, ...]:
         return self.data.class_names[self.shard.run.start : self.shard.run.stop]
 
-    def _check_pixels(self) -> None:
-        """A bounded loss cannot show divergence; images that are all black and white do."""
-        share = self._saturated() if self.matching.bounded else 0.0
-        if share > _SATURATED > self.saturated_at_first:
-            raise M3DError(
-                f"step {self.step}: {share:.0%} of the pixels are pushed to black or white; the run diverges, "
-                f"try a smaller --lr"
-            )
-
     def _saturated(self) -> float:
-        """The share of pixels at the ends of their range."""
-        pixels = self.state.synthetic.pixels().detach()
-        share = ((pixels <= 1e-6) | (pixels >= 1 - 1e-6)).float().flatten(1).mean(1)  # [c]
-        return float(self.shard.whole(share.cpu()).mean())
+        """The share of pixels at the ends of their range, over the classes of all processes."""
+        return float(self.shard.whole(saturated(self.state.synthetic.pixels().detach()).cpu()).mean())
 
     def _pixels(self) -> Tensor:
         """A copy on the CPU: what is judged or returned must not change with the next step."""

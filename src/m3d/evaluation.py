@@ -17,6 +17,7 @@ import torch
 
 from m3d.augment import Augment
 from m3d.batches import Images
+from m3d.condensed import CondensedSet
 from m3d.data.classes import ClassData, Dataset
 from m3d.errors import M3DError
 from m3d.files import sha256
@@ -24,9 +25,9 @@ from m3d.nets import make_net
 from m3d.nets.flat import FlatNet
 from m3d.photo import Photo
 from m3d.registry import Registry, parse_spec
+from m3d.run_folder import RunFolder
 from m3d.runtime import Runtime, stop_politely
 from m3d.saver import Saver
-from m3d.store import CondensedSet, RunFolder
 from m3d.train import Recipe, Trainer
 from m3d.wording import with_sd
 

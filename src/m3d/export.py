@@ -17,9 +17,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from m3d.condensed import CondensedSet
 from m3d.errors import M3DError, unknown
 from m3d.files import read_json, sync_folder, sync_tree, write_bytes, write_json
-from m3d.store import CondensedSet
 
 log = logging.getLogger(__name__)
 FORMATS = ("imagefolder", "npz", "pt")

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from m3d.condensed import CondensedSet
 from m3d.data import Dataset, load_data
 from m3d.data.keep_back import HasTestSplit
 from m3d.data.sources import NotThere
 from m3d.errors import M3DError
 from m3d.requests import checked_part, load_recipe
-from m3d.store import CondensedSet
 
 
 def load_source(

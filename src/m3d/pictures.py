@@ -18,10 +18,11 @@ from matplotlib.font_manager import get_font_names
 from numpy.typing import NDArray
 from torch import Tensor
 
+from m3d.condensed import CondensedSet
 from m3d.errors import M3DError
 from m3d.files import write_bytes
 from m3d.limits import plain_file
-from m3d.store import CondensedSet, RunFolder
+from m3d.run_folder import RunFolder
 from m3d.wording import counted
 
 log = logging.getLogger(__name__)

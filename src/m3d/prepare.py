@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from m3d.condensed import CondensedSet
 from m3d.data import Dataset
-from m3d.engine import Outcome, Progress, Snapshot, Watch
 from m3d.engine import condense as run_engine
 from m3d.errors import M3DError
 from m3d.evaluation import evaluate as evaluate_set
@@ -23,9 +23,10 @@ from m3d.method import Method
 from m3d.methods import METHODS, Task, make_method
 from m3d.nets import make_net
 from m3d.nets.flat import FlatNet
+from m3d.run_folder import RunFolder
 from m3d.runtime import Runtime
 from m3d.shards import Ranks, Shard, split
-from m3d.store import CondensedSet, RunFolder
+from m3d.watch import Outcome, Progress, Snapshot, Watch
 
 
 class Prepared:

@@ -29,13 +29,14 @@ from typing import Any
 import torch
 
 from m3d.augment import Augment
+from m3d.condensed import CondensedSet
 from m3d.data.classes import Dataset
 from m3d.errors import M3DError
 from m3d.evaluation import Protocol, Result, evaluate, evaluate_whole, make_protocol, with_learned
 from m3d.files import read_json, sha256, write_json
+from m3d.run_folder import RunFolder
 from m3d.runtime import Runtime
 from m3d.select import RandomReal
-from m3d.store import CondensedSet, RunFolder
 from m3d.teachers import Teachers, relabel
 
 log = logging.getLogger(__name__)

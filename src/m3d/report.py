@@ -13,9 +13,10 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from m3d.condensed import CondensedSet
 from m3d.errors import M3DError, unknown
 from m3d.evaluation import PROTOCOLS, make_protocol
-from m3d.store import CondensedSet, RunFolder
+from m3d.run_folder import RunFolder
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from m3d.data import Dataset, load_data
 from m3d.errors import M3DError
-from m3d.store import RunFolder
+from m3d.run_folder import RunFolder
 
 # What run.json must hold.
 _REQUEST: dict[str, tuple[type, ...]] = {

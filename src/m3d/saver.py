@@ -15,7 +15,7 @@ from torch import Tensor
 from m3d.errors import Interrupted, M3DError
 from m3d.files import read_newest, set_aside, sweep, write_checked
 from m3d.lock import claim
-from m3d.store import RunFolder
+from m3d.run_folder import RunFolder
 from m3d.train import Trainer
 
 

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from m3d.condensed import CondensedSet
 from m3d.costs import borrowing
 from m3d.data.classes import Dataset
 from m3d.errors import M3DError
 from m3d.nets import make_net
 from m3d.runtime import Runtime
-from m3d.store import CondensedSet
 from m3d.trained import Trained, default_recipe, trained_networks
 
 _REFERENCE = 1024  # real images that give batch norms their statistics

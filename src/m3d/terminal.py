@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress as Bar
 
-    from m3d.engine import Progress
+    from m3d.watch import Progress
 
 
 @contextmanager

@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 
 from m3d import api
+from m3d.condensed import CondensedSet
 from m3d.data import load_data
 from m3d.evaluation import evaluate, make_protocol
 from m3d.files import sweep, write_json
+from m3d.run_folder import RunFolder
 from m3d.runtime import Runtime
-from m3d.store import CondensedSet, RunFolder
 from tests.faults.lives import Notes, live
 
 PAUSE = 0.004  # seconds a child waits after every piece it writes

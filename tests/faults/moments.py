@@ -16,7 +16,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from m3d.store import RunFolder
+from m3d.run_folder import RunFolder
 from tests.faults.harness import Job, checkpoints, contents
 from tests.faults.lives import Notes, live
 

@@ -17,13 +17,14 @@ from safetensors.torch import save as serialise
 from strange import as_json, cases, changed, damaged, numbers, tame, texts, values
 
 import m3d
+from m3d.condensed import CondensedDataset, CondensedSet
 from m3d.data import load_data
 from m3d.errors import Interrupted
 from m3d.export import export
 from m3d.files import read_checked, sha256, write_checked
 from m3d.origin import load_source
 from m3d.report import rows_of
-from m3d.store import CondensedDataset, CondensedSet, RunFolder
+from m3d.run_folder import RunFolder
 
 OPTIONS = {"net": "convnet1:width=4", "steps": 2, "batch_real": 2}
 
@@ -46,7 +47,7 @@ def run(tmp_path_factory):
     m3d.condense(place / "data.npz", 1, out=place / "finished", **OPTIONS)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("m3d.engine._Run._save_due", lambda self: self.step == 1)
-        patch.setattr("m3d.store.RunFolder.write_history", lambda self, losses: stop())
+        patch.setattr("m3d.run_folder.RunFolder.write_history", lambda self, losses: stop())
         with pytest.raises(Interrupted):
             m3d.condense(place / "data.npz", 1, out=place / "stopped", **OPTIONS)
     assert (place / "stopped" / RunFolder.CHECKPOINT).exists()

@@ -15,15 +15,16 @@ from m3d import rng
 from m3d.augment import Augment
 from m3d.batches import Images
 from m3d.data import streamed
-from m3d.engine import Watch, condense
+from m3d.engine import condense
 from m3d.errors import Interrupted
 from m3d.methods import Task, make_method
 from m3d.nets import FlatNet, make_net
 from m3d.normalise import Normalise, Zca
 from m3d.photo import Photo
+from m3d.run_folder import RunFolder
 from m3d.runtime import Runtime
-from m3d.store import RunFolder
 from m3d.train import Recipe, Trainer
+from m3d.watch import Watch
 
 pytestmark = [
     pytest.mark.gpu,

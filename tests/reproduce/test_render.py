@@ -16,6 +16,7 @@ import pytest
 import torch
 from PIL import Image
 
+from m3d.condensed import CondensedSet
 from m3d.data.imagenet import subsets
 from m3d.errors import M3DError
 from m3d.grid.cells import Cell, Overrides, cell_digest
@@ -29,7 +30,6 @@ from m3d.reproduce.records import Place, Records, read
 from m3d.reproduce.render import render
 from m3d.reproduce.tables import _escape, _number, _signed
 from m3d.reproduce.toy import compare
-from m3d.store import CondensedSet
 
 FIGURES = {"methods": ["-ipc1", "-ipc10"], "steps": [""], "ipm": [""], "kernel": [""], "motivation": [""]}
 FIGURES["images"] = ["-cifar10", "-svhn", "-fashion-mnist", "-mnist", "-cifar100", "-imagenet10"]

@@ -17,6 +17,7 @@ from small import know_small_plans
 
 import m3d
 from m3d.cli import main
+from m3d.condensed import CondensedSet
 from m3d.errors import Interrupted, M3DError
 from m3d.grid.cells import Cell, Overrides, Source
 from m3d.grid.journal import lock
@@ -27,7 +28,7 @@ from m3d.reproduce.cells import FACTS
 from m3d.reproduce.plans import PLANS
 from m3d.reproduce.records import Records
 from m3d.reproduce.runner import run
-from m3d.store import CondensedSet, RunFolder
+from m3d.run_folder import RunFolder
 
 SCRIPT = Path(__file__).parent / "small.py"
 FIELDS = {

@@ -39,9 +39,9 @@ from m3d.terminal import board, decode_bar, epoch_bar, progress_bar, ranking_lin
 from m3d.wording import counted, with_sd
 
 if TYPE_CHECKING:
-    from m3d.engine import Progress
     from m3d.evaluation import Result
     from m3d.ranking import Ranking
+    from m3d.watch import Progress
 
 
 @app.command(
@@ -111,7 +111,7 @@ def condense(
     """Condense DATA to a few synthetic images per class."""
     if resume is not None:
         refuse_others(context, "--resume", {"resume", "as_json", "tensorboard"})
-        from m3d.store import RunFolder
+        from m3d.run_folder import RunFolder
 
         had_finished = RunFolder(resume).finished
         _condense(
@@ -176,8 +176,8 @@ def _condense(
 ) -> None:
     begun_before = _stamp(folder)
     from m3d import api
+    from m3d.run_folder import RunFolder
     from m3d.shards import Ranks
-    from m3d.store import RunFolder
 
     leads = Ranks.from_environment().leads  # of several processes one speaks
     again = f"; continue with: m3d condense --resume {quote(str(folder))}"
@@ -280,14 +280,15 @@ def evaluate(
         raise M3DError(f"--net {net} --nets {nets}: give one of them")
     parts = {"--selections": selections, "--full-epochs": full_epochs, "--full-run": full_run}
     check_ranking(ranking, full, parts)
+    from m3d.condensed import CondensedSet
     from m3d.data import load_data
     from m3d.evaluation import evaluate as evaluate_set
     from m3d.evaluation import evaluate_whole, make_protocol
     from m3d.nets import make_net
     from m3d.origin import load_source
     from m3d.ranking import rank, recorded_whole
+    from m3d.run_folder import RunFolder, home_of
     from m3d.runtime import Runtime
-    from m3d.store import CondensedSet, RunFolder, home_of
 
     rules = make_protocol(protocol or ("whole" if full else "paper"), epochs=epochs, batch=batch)
     runtime = Runtime.choose(device, precision, deterministic)
@@ -374,7 +375,7 @@ def relabel(
     """Give a condensed set soft labels: what networks trained on the real data say of its images."""
     check_reading(data, size, on_bad_image)
     from m3d import api
-    from m3d.store import kept_as
+    from m3d.run_folder import kept_as
 
     home = run if run.is_dir() else run.parent
     home = home if home.name not in ("", "..") else home.resolve()

@@ -30,8 +30,9 @@ def show(
     classes: Annotated[int, typer.Option(help="Classes to show at most.")] = 20,
 ) -> None:
     """Draw the condensed images as a labelled grid."""
+    from m3d.condensed import CondensedSet
     from m3d.pictures import grid, loss_curve, picture_format, save_figure
-    from m3d.store import CondensedSet, RunFolder
+    from m3d.run_folder import RunFolder
 
     if most < 1 or classes < 1:
         raise M3DError(f"--most {most} --classes {classes}: allowed are 1 and more")
@@ -59,8 +60,8 @@ def export(
     overwrite: Annotated[bool, typer.Option(help="Replace an earlier export.")] = False,
 ) -> None:
     """Write the images a network trains on in a format other tools read."""
+    from m3d.condensed import CondensedSet
     from m3d.export import export as write
-    from m3d.store import CondensedSet
 
     home = run if run.is_dir() else run.parent
     default = home / (_named("imagefolder", run) if to == "imagefolder" else f"{_named('condensed', run)}.{to}")
@@ -69,7 +70,7 @@ def export(
 
 def _named(what: str, run: Path) -> str:
     """``what``, with the name of the set where it is not the run's last one."""
-    from m3d.store import kept_as
+    from m3d.run_folder import kept_as
 
     return f"{what}-{name}" if (name := kept_as(run)) else what
 

@@ -20,13 +20,13 @@ from pathlib import Path
 from platform import node
 from typing import Any
 
-from m3d.engine import Progress
 from m3d.errors import Interrupted, M3DError
 from m3d.grid.cells import Cell, Overrides, cell_digest, folders
 from m3d.grid.runner import Attempt, Order
 from m3d.grid.work import Measure, Place, Watch, Workshop
 from m3d.registry import load_plugin, loaded_plugins
 from m3d.runtime import stop_when
+from m3d.watch import Progress
 
 _CONNECT_SECONDS = 5.0
 _LOOK_SECONDS = 0.5

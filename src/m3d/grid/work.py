@@ -12,13 +12,14 @@ from typing import Any
 import torch
 
 from m3d import api
+from m3d.condensed import CondensedSet
 from m3d.data import Dataset, load_data
-from m3d.engine import Progress
 from m3d.errors import Interrupted, M3DError
 from m3d.evaluation import Protocol, evaluate, evaluate_whole, make_protocol
 from m3d.grid.cells import RUNS, WHOLE, Cell, Overrides, Source, Value, cell_digest, folders, set_name
+from m3d.run_folder import RunFolder
 from m3d.runtime import Runtime
-from m3d.store import CondensedSet, RunFolder
+from m3d.watch import Progress
 
 _KEPT = (  # of a set's manifest
     "method", "options", "ipc", "factor", "net", "seed", "steps", "seconds", "starting", "peak_memory", "loss",

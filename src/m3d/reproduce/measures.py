@@ -12,12 +12,12 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from m3d.condensed import CondensedSet
 from m3d.data.imagenet import spoken
 from m3d.grid.cells import Cell
 from m3d.grid.work import Measure, Workshop
 from m3d.reproduce import toy
 from m3d.reproduce.moments import moment_distances
-from m3d.store import CondensedSet
 
 _PICTURE = (2, 10)  # rows and columns of images in a picture
 _PICTURE_SIDE = 120  # pixels of an image in a picture, at most

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from m3d import rng
+from m3d.condensed import CondensedSet
 from m3d.data import Dataset
 from m3d.nets import FlatNet, make_net
 from m3d.objectives.features import central_moment
 from m3d.runtime import Runtime
-from m3d.store import CondensedSet
 
 ENCODERS = 10
 ORDERS = (1, 2, 3)

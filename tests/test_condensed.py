@@ -12,9 +12,10 @@ from safetensors.torch import load as parse
 from safetensors.torch import save as serialise
 
 import m3d
+from m3d.condensed import CondensedDataset, CondensedSet
 from m3d.errors import M3DError
 from m3d.files import append_line, read_json, write_bytes
-from m3d.store import CondensedDataset, CondensedSet, RunFolder
+from m3d.run_folder import RunFolder
 from m3d.synth import Tiles
 
 

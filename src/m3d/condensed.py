@@ -1,13 +1,10 @@
-"""The condensed set and the run folder: safetensors with a JSON manifest, checked when read, never unpickled."""
+"""The condensed set: safetensors with a JSON manifest, checked when read, never unpickled."""
 
 from __future__ import annotations
 
 import json
-import logging
 import math
-import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,26 +15,11 @@ from torch import Tensor
 from torch.utils.data import Dataset as TorchDataset
 
 from m3d.errors import M3DError
-from m3d.files import (
-    append_line,
-    json_object,
-    read_json,
-    read_newest,
-    read_tensors,
-    set_aside,
-    sha256,
-    sweep,
-    write_bytes,
-    write_checked,
-    write_json,
-)
-from m3d.limits import parse_json, plain_file
-from m3d.lock import NAME as LOCK
-from m3d.lock import claim
+from m3d.files import json_object, read_tensors, sha256, write_bytes
 from m3d.normalise import Normalise
+from m3d.run_folder import RunFolder
 from m3d.synth import Tiles
 
-log = logging.getLogger(__name__)
 # A set with soft labels has a format of its own, and so has one of halved colours, with soft labels or without: older
 # versions refuse it instead of reading it wrongly.
 FORMAT, SOFT_FORMAT, CHROMA_FORMAT = 1, 2, 3
@@ -219,182 +201,6 @@ class CondensedDataset(TorchDataset[tuple[Tensor, int | Tensor]]):
     def __getitem__(self, index: int) -> tuple[Tensor, int | Tensor]:
         label = self.labels[index]
         return self.images[index], int(label) if label.ndim == 0 else label
-
-
-class RunFolder:
-    """Everything one condensation leaves on disk."""
-
-    CONDENSED = "condensed.safetensors"
-    BEST = "best.safetensors"
-    CHECKPOINT = "checkpoint.safetensors"
-    PREVIOUS = "checkpoint.previous.safetensors"
-    RUN = "run.json"
-    HISTORY = "history.csv"
-    RESULTS = "results.jsonl"
-    _KNOWN = (CONDENSED, BEST, CHECKPOINT, PREVIOUS, HISTORY, RESULTS)
-
-    def __init__(self, path: str | Path):
-        self.path = Path(path)
-
-    def __truediv__(self, name: str) -> Path:
-        return self.path / name
-
-    @property
-    def finished(self) -> bool:
-        return (self / self.CONDENSED).exists()
-
-    @contextmanager
-    def claimed(self, work: str) -> Iterator[None]:
-        """Hold the folder against other processes, and remove what killed ones left half written."""
-        self._require_folder()
-        with claim(self.path, work):
-            for name in (*self._KNOWN, self.RUN):
-                if name != self.RESULTS:  # who adds a result sweeps for itself, and may be at it now
-                    sweep(self / name)
-            for leftover in self.path.glob(".step-*.safetensors.????????"):
-                leftover.unlink(missing_ok=True)
-            yield
-
-    def shed(self, work: str) -> None:
-        """Remove from a finished run what a kill after its set was written left of it: checkpoints, parts, the lock.
-
-        Where that cannot be (another process holds the folder, it may not be written) it is said, and the set serves
-        all the same.
-        """
-        if not any(path.exists() for path in (*self._checkpoints(), *self._subtasks(), self / LOCK)):
-            return
-        try:
-            with self.claimed(work):
-                if self.finished:  # asked again: before the folder was ours, another may have begun the run anew
-                    self.drop_checkpoints()
-        except (M3DError, OSError) as error:
-            log.warning("what the finished run in %r no longer needs stays there: %s", str(self.path), error)
-
-    def kept(self, step: int) -> Path:
-        """Where the set as it was after ``step`` steps is kept, if it is."""
-        return self / f"step-{step}.safetensors"
-
-    def begin(self, request: Mapping[str, Any], overwrite: bool = False) -> None:
-        """Begin a new run and write down what was asked."""
-        self.require_free(overwrite)
-        if (self / self.RUN).exists() or self.finished:
-            self._clear()
-        write_json(self / self.RUN, dict(request))
-
-    def require_free(self, overwrite: bool = False) -> None:
-        """Raise if a run lies here that may not be replaced, or if this is no folder."""
-        if ((self / self.RUN).exists() or self.finished) and not overwrite:
-            unfinished = "" if self.finished else f"continue it with m3d condense --resume {self.path}, "
-            raise M3DError(
-                f"{str(self.path)!r} already holds a run; {unfinished}choose another --out, or pass --overwrite"
-            )
-        self._require_folder()
-
-    def _require_folder(self) -> None:
-        if self.path.exists() and not self.path.is_dir():
-            raise M3DError(f"{str(self.path)!r} is a file; --out must name a folder")
-
-    def _clear(self) -> None:
-        """Remove all that an earlier run left here, its pictures and exports too: they would not show the new set."""
-        files, folders = ["loss.png", "evaluation-*", "step-*.safetensors"], []
-        for of_set in ("", "-best", "-step-*"):
-            files += [f"images{of_set}.png", f"condensed{of_set}.npz", f"condensed{of_set}.pt"]
-            folders.append(f"imagefolder{of_set}")
-        for path in (*(self / name for name in self._KNOWN), *(p for name in files for p in self.path.glob(name))):
-            if not path.is_dir():
-                path.unlink(missing_ok=True)
-        for path in (p for name in folders for p in self.path.glob(name)):
-            if path.is_symlink():
-                path.unlink()
-            else:
-                shutil.rmtree(path, ignore_errors=True)
-        self.drop_checkpoints()
-
-    def subtask(self, number: int, of: int) -> RunFolder:
-        """Where part ``number`` (from 0) of a run that is made in ``of`` parts keeps its checkpoints."""
-        return RunFolder(self / f"subtask-{number + 1}-of-{of}")
-
-    def require_writable(self) -> None:
-        """Raise, before long work, if nothing could be kept here afterwards."""
-        probe = self / ".writable"
-        write_bytes(probe, b"")
-        probe.unlink(missing_ok=True)
-
-    def request(self) -> dict[str, Any]:
-        """What was asked of the run."""
-        if not (self / self.RUN).exists():
-            raise M3DError(f"{str(self.path)!r} is not a run folder: it has no {self.RUN}")
-        return read_json(self / self.RUN)
-
-    def save_checkpoint(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-        """Write a checkpoint; the one before stays as a fall-back."""
-        write_checked(self / self.CHECKPOINT, tensors, state, keep=self / self.PREVIOUS)
-
-    def require_finished(self) -> None:
-        """Refuse a run that was stopped, and say how it goes on."""
-        if (self / self.RUN).exists() and not (self / self.CONDENSED).exists():
-            raise M3DError(f"{str(self.path)!r} is not finished; go on with: m3d condense --resume {self.path}")
-
-    def load_checkpoint(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """(tensors, state) of the newest whole checkpoint, or None if there is none."""
-        try:
-            return read_newest(self / self.CHECKPOINT, self / self.PREVIOUS)
-        except M3DError as error:
-            raise M3DError(f"{error}; no whole checkpoint is left, begin again with --overwrite") from error
-
-    def drop_checkpoints(self) -> None:
-        """Remove the checkpoints of a finished run, and those of its parts."""
-        for path in self._checkpoints():
-            path.unlink(missing_ok=True)
-        for part in self._subtasks():
-            shutil.rmtree(part, ignore_errors=True)
-
-    def _checkpoints(self) -> tuple[Path, ...]:
-        newest = self / self.CHECKPOINT
-        return newest, self / self.PREVIOUS, set_aside(newest)
-
-    def _subtasks(self) -> list[Path]:
-        return list(self.path.glob("subtask-*-of-*"))
-
-    def write_history(self, losses: Iterable[float]) -> None:
-        rows = "".join(f"{step},{loss:.9g}\n" for step, loss in enumerate(losses))
-        write_bytes(self / self.HISTORY, ("step,loss\n" + rows).encode())
-
-    def add_result(self, record: Mapping[str, Any]) -> None:
-        append_line(self / self.RESULTS, dict(record))
-
-    def results(self) -> list[dict[str, Any]]:
-        file = self / self.RESULTS
-        if not file.exists():
-            return []
-        plain_file(file)
-        try:
-            return [parse_json(line, f"a line of {str(file)!r}") for line in file.read_bytes().splitlines()]
-        except OSError as error:
-            raise M3DError(f"cannot read {str(file)!r}: {error.strerror or error}") from error
-
-
-def kept_as(run: Path) -> str:
-    """What a set in a run folder is called where it is not the run's last one: ``best``, ``step-1000``; else empty."""
-    return "" if run.is_dir() or run.name == RunFolder.CONDENSED else run.stem
-
-
-def home_of(run: Path) -> tuple[RunFolder | None, dict[str, str]]:
-    """Where the results of a set are written down, and what they say of it where it is not its run's last one.
-
-    None for a set by itself, or in an archive: it can be measured all the same.
-    """
-    if not run.is_file():
-        folder = RunFolder(run)
-        folder.require_writable()
-        return folder, {}
-    folder = RunFolder(run.parent)
-    try:
-        folder.request()
-        folder.require_writable()
-    except M3DError:
-        return None, {}
-    return folder, {"kept_as": name} if (name := kept_as(run)) else {}
 
 
 def _described(names: Sequence[str], shape: Sequence[int]) -> str:
