@@ -74,7 +74,9 @@ def fast(small_known):
 def test_a_plan_from_nothing_to_tables_and_again(capsys, fast, tmp_path):
     plan, _, options = fast
     code, out, err = call(capsys, "reproduce", "small", "--out", tmp_path, *options)
-    assert code == 0 and "[4 of 4] digits/whole/seed0" in err and "left" in err
+    first, *_, last = [line for line in err.splitlines() if line.startswith("[")]
+    assert code == 0 and first.startswith("[1 of 4]") and first.endswith(" left, were this one H200")
+    assert last.startswith("[4 of 4] digits/whole/seed0: about ") and last.endswith(" left")
     home = tmp_path / "with-steps4-epochs2"
     records = lines(home / "small.jsonl")
     assert [r["cell"] for r in records] == [c.key for c in plan.cells]
@@ -217,11 +219,11 @@ def test_time_left_counts_a_shared_set_once():
 
     cells = [Cell(str(k), "", "", (Source("digits", 1, name),)) for k, name in enumerate(("dm", "dm", "m3d", "there"))]
     pace = Pace(cost, 1, {"there"})
-    assert pace.left(cells) == 110 + 10 + 110 + 10
+    assert pace.left(cells) == (110 + 10 + 110 + 10, False)
     pace.took(cells[0], 55.0)  # twice as fast as thought
-    assert pace.left(cells[1:]) == (10 + 110 + 10) / 2
+    assert pace.left(cells[1:]) == ((10 + 110 + 10) / 2, True)
     pace.took(cells[1], 5.0)
-    assert pace.left(cells[2:]) == (110 + 10) / 2
+    assert pace.left(cells[2:]) == ((110 + 10) / 2, True)
 
 
 def test_a_failing_cell_does_not_stop_the_others(capsys, fast, tmp_path):

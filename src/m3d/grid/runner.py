@@ -19,11 +19,18 @@ from m3d.runtime import stop_politely, time_limit
 Cost = Callable[[Cell, set[str]], float]  # seconds a cell is thought to take beside the sets named in the second
 
 
+class TimeLeft(NamedTuple):
+    """How long the cells that are left may take."""
+
+    seconds: float
+    measured: bool  # whether it rests on cells made in this call, not on the plan's estimates alone
+
+
 @dataclass(frozen=True)
 class Listener:
     """Who is told what happens to the cells; every part is optional."""
 
-    begin: Callable[[int, int, Cell, float | None], None] = lambda number, of, cell, seconds_left: None
+    begin: Callable[[int, int, Cell, TimeLeft | None], None] = lambda number, of, cell, left: None
     done: Callable[[Cell, Record], None] = lambda cell, record: None
     failed: Callable[[Cell, M3DError], None] = lambda cell, error: None
     again: Callable[[Cell, str], None] = lambda cell, reason: None  # a cell is tried again
@@ -120,13 +127,14 @@ class Pace:
         self._cost, self._width, self._made = cost, width, made
         self._expected = self._taken = 0.0
 
-    def left(self, cells: Sequence[Cell]) -> float | None:
-        """Seconds; None where nothing is known yet."""
+    def left(self, cells: Sequence[Cell]) -> TimeLeft | None:
+        """None where nothing is known yet."""
         if self._cost is None and not self._expected:
             return None
         made = set(self._made)
         expected = sum(self._of(cell, made) for cell in cells)
-        return expected * (self._taken / self._expected if self._expected else 1.0) / self._width
+        correction = self._taken / self._expected if self._expected else 1.0
+        return TimeLeft(expected * correction / self._width, measured=bool(self._expected))
 
     def took(self, cell: Cell, seconds: float) -> None:
         self._expected += self._of(cell, self._made)

@@ -17,7 +17,7 @@ from m3d.grid.journal import Record
 from m3d.terminal import clear_bars, duration, epoch_bar, progress_bar, status_line
 
 if TYPE_CHECKING:
-    from m3d.grid.runner import Listener
+    from m3d.grid.runner import Listener, TimeLeft
     from m3d.grid.work import Watch
 
 
@@ -38,6 +38,7 @@ class Telling:
     headline: Callable[[Cell, Record], str]
     as_json: bool = False
     records: bool = True  # whether, with ``as_json``, records are printed as they come
+    estimates_for: str = ""  # the machine whose times the plan's estimates are
 
     @contextmanager
     def watched(self) -> Iterator[tuple[Listener, Watch]]:
@@ -56,11 +57,12 @@ class Telling:
             )
             yield told, Watch(bar, epochs)
 
-    def _begin(self, number: int, of: int, cell: Cell, left: float | None) -> None:
+    def _begin(self, number: int, of: int, cell: Cell, left: TimeLeft | None) -> None:
         clear_bars()
         if not self.as_json:
-            time = "" if left is None else f": about {duration(left)} left"
-            typer.echo(f"[{number} of {of}] {cell.key}{time}", err=True)
+            time = "" if left is None else f": about {duration(left.seconds)} left"
+            where = f", were this {self.estimates_for}" if left and not left.measured and self.estimates_for else ""
+            typer.echo(f"[{number} of {of}] {cell.key}{time}{where}", err=True)
 
     def _done(self, cell: Cell, record: Record) -> None:
         if not self.as_json:

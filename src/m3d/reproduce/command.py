@@ -18,6 +18,7 @@ from m3d.grid.journal import Record
 from m3d.grid.telling import Telling, check_time_limit, say_record
 from m3d.grid.where import Where
 from m3d.reproduce.cells import Plan, matching, select
+from m3d.reproduce.cost import MEASURED_ON, estimate
 from m3d.reproduce.plans import find
 from m3d.reproduce.published import published
 from m3d.reproduce.records import Records, read
@@ -40,8 +41,6 @@ class Request:
 
     def plan(self) -> None:
         """Print what would be done."""
-        from m3d.reproduce.cost import estimate
-
         rows: list[dict[str, Any]] = []
         made = sets_in(self.out)
         for plan, cells in self._chosen():
@@ -65,7 +64,7 @@ class Request:
         total, most = sum(r["seconds"] for r in todo), max((r["memory"] for r in todo), default=0)
         typer.echo(
             f"{len(todo)} of {len(rows)} cells to run: about {duration(total)} and at most {most / 2**30:.1f} GiB on "
-            f"one H200 (less where it is short: then a step takes fewer classes at a time), estimated from a few "
+            f"{MEASURED_ON} (less where it is short: then a step takes fewer classes at a time), estimated from a few "
             f"measurements; a set that cells share is counted once"
         )
 
@@ -107,7 +106,7 @@ class Request:
             before = Records(self.out, plan, self.overrides)
             self._say_records(before, cells)
             self._say_finished(plan, before, cells)
-        telling = Telling(lambda cell, record: headline(plan, cell, record), self.as_json)
+        telling = Telling(lambda cell, record: headline(plan, cell, record), self.as_json, estimates_for=MEASURED_ON)
         try:
             with telling.watched() as (listener, watch):
                 summary = run(plan, cells, place, self.overrides, listener=listener, watch=watch, **settings)

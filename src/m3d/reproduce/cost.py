@@ -15,6 +15,7 @@ from typing import NamedTuple
 from m3d.grid.cells import WHOLE, Cell, Overrides, Source, set_name
 from m3d.reproduce.cells import FACTS, Facts
 
+MEASURED_ON = "one H200"
 STEP_SECONDS = 1.35e-3
 STEP_BYTES = 0.76 * 2**30
 EVALUATION_SECONDS = 9.0
