@@ -109,15 +109,19 @@ def test_settings_over_their_seeds():
     assert "51.00 ± 1.41" in table(over_seeds(rows)) and "2 × 2" in table(over_seeds(rows), "csv")
 
 
-def test_bars_say_what_tells_them_apart():
-    def labels(*rows):
-        return [text.get_text() for text in bar_chart(rows).axes[0].get_yticklabels()]
+def test_bars_say_what_tells_them_apart_and_the_title_what_they_share():
+    def captions(*rows):
+        axes = bar_chart(rows).axes[0]
+        return [axes.get_title("left"), *(text.get_text() for text in axes.get_yticklabels())]
 
-    assert labels(_row(), _row(method="dm")) == ["m3d, IPC 1, convnet3, quick/2", "dm, IPC 1, convnet3, quick/2"]
-    assert labels(_row(), _row(seed=1, run="b"))[1] == "m3d, IPC 1, convnet3, quick/2, seed 1"
-    assert labels(_row(), _row(data="mnist"))[1] == "m3d, IPC 1, mnist, convnet3, quick/2"
-    assert labels(_row(), _row(run="b"))[1] == "m3d, IPC 1, convnet3, quick/2 (b)"
-    assert labels(_row(), _row(last=None, soft_last=(1.0, None)))[1].endswith("soft labels")
+    assert captions(_row(), _row(method="dm")) == ["digits, IPC 1, convnet3, quick/2", "m3d", "dm"]
+    assert captions(_row(), _row(seed=1, run="b"))[1:] == ["m3d, seed 0", "m3d, seed 1"]
+    assert captions(_row(), _row(data="mnist")) == ["IPC 1, convnet3, quick/2", "m3d, digits", "m3d, mnist"]
+    assert captions(_row(ipc=10, net="vgg11"), _row())[1:] == ["m3d, IPC 10, vgg11", "m3d, IPC 1, convnet3"]
+    assert captions(_row(), _row(run="b"))[1:] == ["m3d (a)", "m3d (b)"]
+    assert captions(_row(), _row(last=None, soft_last=(1.0, None)))[1:] == ["m3d", "m3d, soft labels"]
+    # Training on the whole data has neither images per class nor a seed of a condensation.
+    assert captions(_row(), _row(method="whole", ipc=None, seed=None))[1:] == ["m3d, IPC 1, seed 0", "whole"]
 
 
 def test_compare_over_seeds_from_the_command_line(runs, capsys):

@@ -405,3 +405,4 @@ def test_published_settings_and_every_option():
     assert type(method.init).__name__ == "Noise"
     digits = make_method("mtt", Task("digits", (1, 8, 8), 10, 1, mirror=False), {})[0]
     assert digits.matching.probe.augment == DSA.without("flip")
+    assert digits.matching.player.lr == pytest.approx(100 / 64)  # a small image takes less of the rate

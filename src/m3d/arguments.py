@@ -77,6 +77,8 @@ def assignments(texts: list[str]) -> dict[str, str]:
         key = name.strip().replace("-", "_")
         if key in values:
             raise M3DError(f"--set {text}: {key} is given twice, and was {values[key]} before")
+        if "=" in value and ":" not in value:
+            raise M3DError(f"--set {text!r}: one name=value each; give --set again for every option")
         values[key] = value.strip()
     return values
 
@@ -160,5 +162,12 @@ def refused_value(error: Any, arguments: list[str]) -> str:
 
 
 def usage_hint(error: Any) -> str:
+    """Where to read on; of an option that is not like any of the command's, how one of the method's would be given."""
     context = getattr(error, "ctx", None)
-    return f" (see '{context.command_path} --help')" if context is not None else ""
+    if context is None:
+        return ""
+    hint = f" (see '{context.command_path} --help')"
+    unknown, alike = getattr(error, "option_name", None), getattr(error, "possibilities", None)
+    if isinstance(unknown, str) and not alike and any("--set" in param.opts for param in context.command.params):
+        hint += f"; if it is an option of the method: --set {unknown.lstrip('-').replace('-', '_')}=VALUE"
+    return hint

@@ -233,7 +233,9 @@ def bar_chart(rows: Sequence[dict[str, Any]]) -> Figure:
     axes.barh(places, means, xerr=deviations, color=colours, height=0.6, error_kw={"elinewidth": 1, "capsize": 2})
     for place, mean, deviation in zip(places, means, deviations, strict=True):
         axes.text(mean + deviation + 0.8, place, f"{mean:.1f}", va="center", fontsize=8)
-    axes.set_yticks(places, _labels(rows), fontsize=8)
+    title, labels = _captions(rows)
+    axes.set_yticks(places, labels, fontsize=8)
+    axes.set_title(title, fontsize=9, loc="left")
     axes.invert_yaxis()
     axes.set_xlim(0, min(108, max(m + d for m, d in zip(means, deviations, strict=True)) * 1.12 + 2))
     axes.set_xlabel("accuracy after the last epoch, %")
@@ -241,23 +243,17 @@ def bar_chart(rows: Sequence[dict[str, Any]]) -> Figure:
     return figure
 
 
-def _labels(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """What each bar is of: what tells it from the others is named, the run's name only where nothing else does."""
-    several = {name: len({str(row[name]) for row in rows}) > 1 for name in ("data", "seed")}
-
-    def label(row: Mapping[str, Any]) -> str:
-        parts = [
-            row["method"],
-            f"IPC {row['ipc']}",
-            row["data"] if several["data"] else "",
-            row["net"],
-            row["protocol"],
-        ]
-        parts.append(f"seed {row['seed']}" if several["seed"] and isinstance(row["seed"], int) else "")
-        parts.append("" if row["last"] else "soft labels")
-        return ", ".join(filter(None, parts))
-
-    labels = [label(row) for row in rows]
-    return [
+def _captions(rows: Sequence[dict[str, Any]]) -> tuple[str, list[str]]:
+    """What all bars share, as a title, and what each is of: its method with what tells it from the others, and the
+    run's name only where nothing else does."""
+    told = {"data": "{}", "ipc": "IPC {}", "net": "{}", "protocol": "{}", "seed": "seed {}"}
+    several = {name for name in told if len({str(row[name]) for row in rows}) > 1}
+    known = [{name: told[name].format(row[name]) for name in told if row[name] is not None} for row in rows]
+    title = ", ".join(text for name, text in known[0].items() if name not in several and name != "seed")
+    labels = []
+    for row, texts in zip(rows, known, strict=True):
+        apart = [text for name, text in texts.items() if name in several]
+        labels.append(", ".join([row["method"], *apart, *([] if row["last"] else ["soft labels"])]))
+    return title, [
         f"{text} ({row['run']})" if labels.count(text) > 1 else text for text, row in zip(labels, rows, strict=True)
     ]
