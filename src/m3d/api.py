@@ -11,6 +11,7 @@ from typing import Any
 
 from m3d.condensed import CondensedSet
 from m3d.data import Dataset, load_data
+from m3d.earlier import completed
 from m3d.errors import M3DError, unknown
 from m3d.evaluation import Protocol, Result, make_protocol
 from m3d.evaluation import evaluate as evaluate_set
@@ -132,6 +133,7 @@ def resume(
             folder.shed("m3d condense --resume")
         return CondensedSet.load(folder.path)
     request = checked_request(folder)
+    request["options"] = completed(request["options"], option_names(request["method"]))
     dataset = load_recipe(request["data"], repr(str(folder / RunFolder.RUN))) if data is None else data
     prepared = prepare(request, dataset)
     if dataset.train.fingerprint != request["fingerprint"]:

@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from m3d.earlier import completed
 from m3d.grid.cells import WHOLE, Cell, Overrides, Source
 from m3d.grid.journal import Record
 
 Settings = Callable[[Source], Mapping[str, Any]]  # every option with which a set would be made today
-
-
-# What sets had before there was such an option, and so what records that do not name it are of.
-_BEFORE: Mapping[str, Any] = {"chroma": "full"}
 
 
 class Change(NamedTuple):
@@ -36,8 +33,9 @@ def drift(cell: Cell, record: Record, overrides: Overrides, settings: Settings) 
     for source, made in zip(cell.sources, record.get("condensation", ()), strict=False):
         if source.method == WHOLE:
             continue
-        then = {**_BEFORE, **made.get("options", {})}
-        for option, now in settings(overrides.source(source)).items():
+        today = settings(overrides.source(source))
+        then = completed(made.get("options", {}), today)
+        for option, now in today.items():
             if None not in (now, then.get(option)) and now != then[option]:
                 changes[option] = Change(option, then[option], now)
     return list(changes.values())
