@@ -1,21 +1,27 @@
 """Colours at half the resolution: against Pillow's JPEG colours cell by cell, and through sets, files and pictures."""
 
 import dataclasses
+import json
+import signal
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch.nn import functional
 from toys import make_dataset
 
 import m3d
 from m3d.condensed import CHROMA_FORMAT, CondensedSet
-from m3d.errors import M3DError
+from m3d.errors import Interrupted, M3DError
+from m3d.files import read_tensors, to_safetensors
+from m3d.methods import Task, make_method
 from m3d.normalise import Normalise
 from m3d.pictures import grid
 from m3d.reproduce.measures import picture
+from m3d.run_folder import RunFolder
 from m3d.runtime import Runtime
-from m3d.synth import Synthetic, Tiles
+from m3d.synth import Synthetic, Tiles, bicubic_matrix, bilinear_matrix
 from m3d.teachers import Teachers, relabel
 
 SMALL = {"steps": 2, "batch_real": 4, "augment": "none", "net": "convnet2:width=8", "device": "cpu"}
@@ -58,6 +64,21 @@ def test_decoding_gives_jpeg_s_colours(factor, side):
         torch.testing.assert_close(decoded[c], expected, atol=4 / 255, rtol=0)  # 8 bits, twice
 
 
+@pytest.mark.parametrize(("upsample", "matrix"), [("bilinear", bilinear_matrix), ("bicubic", bicubic_matrix)])
+def test_colours_are_enlarged_as_luminance_is(upsample, matrix):
+    """The blue channel of the first image: its luminance 8 → 16 pixels, its blue difference 4 → 16."""
+    stored = some(1, 1, 3, 16, 16) * 0.1 + 0.45
+    decoded = Tiles(2, upsample=upsample, chroma="half").decode(stored)[0, 0]
+    light = matrix(16, 8) @ stored[0, 0, 0, :8, :8] @ matrix(16, 8).mT
+    blue = matrix(16, 4) @ (stored[0, 0, 2, :4, :4] - 0.5) @ matrix(16, 4).mT
+    torch.testing.assert_close(decoded[2], light + 1.772 * blue)
+
+
+def test_what_leaves_the_range_is_cut_off():
+    decoded = Tiles(2, chroma="half").decode(some(1, 4, 3, 8, 8).round())
+    assert decoded.min() == 0 and decoded.max() == 1
+
+
 def test_as_many_numbers_hold_twice_the_images_and_each_cell_is_its_own():
     tiles, images = Tiles(2, chroma="half"), some(3, 16, 3, 1, 1).expand(3, 16, 3, 16, 16)
     stored = tiles.encode(images)
@@ -71,8 +92,8 @@ def test_the_brightest_colours_fit_into_the_range(corner):
     colour = torch.tensor([float(corner & 1), float(corner & 2 > 0), float(corner & 4 > 0)])
     images = colour[:, None, None].expand(1, 2, 3, 4, 4)
     stored = Tiles(1, chroma="half").encode(images)
-    assert stored.min() >= -1e-6 and stored.max() <= 1 + 1e-6
-    torch.testing.assert_close(Tiles(1, chroma="half").decode(stored.clamp(0, 1)), images, atol=1e-5, rtol=0)
+    assert stored.min() >= 0 and stored.max() <= 1  # a set that left it could not be read
+    torch.testing.assert_close(Tiles(1, chroma="half").decode(stored), images, atol=1e-5, rtol=0)
 
 
 def test_grey_images_lose_nothing_but_what_the_factor_takes():
@@ -92,6 +113,11 @@ def test_colours_are_means_of_squares():
     torch.testing.assert_close(red, torch.tensor([[1.0, -0.114 / 1.402 + 0.5]] * 2))
     torch.testing.assert_close(stored[0, 0, 2, 2:], torch.full((2, 4), 0.5))  # the second image has no colour
     torch.testing.assert_close(stored[0, 0, 0], torch.tensor([[0.299, 0.299, 0.114, 0.114]] * 4))
+    mixed = some(1, 2, 3, 4, 4)  # four colours in each square
+    r, g, b = mixed[0, 0]
+    light = 0.299 * r + 0.587 * g + 0.114 * b
+    expected = functional.avg_pool2d(((b - light) / 1.772 + 0.5)[None], 2)[0]
+    torch.testing.assert_close(Tiles(1, chroma="half").encode(mixed)[0, 0, 2, :2, :2], expected)
 
 
 def test_the_gradient_reaches_every_number():
@@ -149,6 +175,44 @@ def test_soft_labels_of_such_a_set(tmp_path):
     soft.save(tmp_path / "set.safetensors")
     loaded = CondensedSet.load(tmp_path / "set.safetensors")
     assert loaded.soft is not None and loaded.soft.shape == (3 * 8, 3) and loaded.manifest["format"] == CHROMA_FORMAT
+    tensors, metadata = read_tensors(tmp_path / "set.safetensors")
+    del tensors["soft"]
+    (tmp_path / "set.safetensors").write_bytes(to_safetensors(tensors, metadata))
+    with pytest.raises(M3DError, match="has no tensor 'soft'"):
+        CondensedSet.load(tmp_path / "set.safetensors")
+
+
+def test_a_run_begun_before_there_was_the_option_keeps_full_colours(tmp_path, monkeypatch):
+    """Its pixels have the same shape either way, so nothing else would notice."""
+    monkeypatch.setenv("M3D_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("m3d.engine._REPORT_SECONDS", 0.0)
+    data, folder = make_dataset(3, 24, (3, 8, 8)), RunFolder(tmp_path / "run")
+    options = {**SMALL, "steps": 6, "factor": 2, "encoders": 1, "encoder_epochs": 1}
+    whole = m3d.condense(data, 1, "m3d+", chroma="full", **options)
+    assert m3d.condense(data, 1, "m3d+", **options).manifest["chroma"] == "half"
+
+    def stop(progress):
+        if progress.step == 3:
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(Interrupted):
+        m3d.condense(data, 1, "m3d+", chroma="full", out=folder.path, report=stop, **options)
+    request = folder.request()
+    del request["options"]["chroma"]
+    (folder / RunFolder.RUN).write_text(json.dumps(request))
+    resumed = m3d.resume(folder.path, data=data)
+    assert resumed.manifest["chroma"] == "full" and resumed.fingerprint == whole.fingerprint
+
+
+def test_few_images_keep_full_colours_and_too_few_are_told_what_helps():
+    """One image per class in sixteen cells takes 16 real ones; with halved colours, 32."""
+
+    def chosen(smallest):
+        return make_method("m3d+", Task("photos", (3, 32, 32), 3, 1, smallest=smallest), {})[1]
+
+    assert [chosen(n)["chroma"] for n in (31, 32, None)] == ["full", "half", "half"]
+    with pytest.raises(M3DError, match=r"has 20 training images, but 32 .*cells of each.*take chroma=full"):
+        m3d.condense(make_dataset(3, 20, (3, 32, 32)), 1, "m3d+", chroma="half", device="cpu")
 
 
 def test_pictures_show_colours(tmp_path):
@@ -162,4 +226,9 @@ def test_pictures_show_colours(tmp_path):
     assert torch.equal(Tiles(2).mosaics(stored), stored)
     made = m3d.condense(make_dataset(3, 24, (3, 8, 8)), 1, "random", factor=2, chroma="half", device="cpu")
     assert picture(made)["columns"] == 3 and picture(made)["rows"] == 2
-    assert "two mosaics" in grid(made).axes[0].get_title("left").replace("\n", " ")
+    axes = grid(made).axes[0]
+    assert "two mosaics" in axes.get_title("left").replace("\n", " ")
+    shown = torch.from_numpy(np.asarray(axes.images[0].get_array()))
+    torch.testing.assert_close(
+        shown[-8:, :8].float(), made.tiles.mosaics(made.images)[1].movedim(0, -1), atol=0.01, rtol=0
+    )

@@ -44,12 +44,13 @@ class CondensedSet:
     images: Tensor  # [C·ipc, ch, h, w] float32, 0 black and 1 white, as stored (not decoded)
     labels: Tensor  # [C·ipc] int64
     manifest: Mapping[str, Any]
-    soft: Tensor | None = None  # [C·ipc·factor², K] float32: each decoded image's class probabilities, if it has any
+    soft: Tensor | None = None  # [C·ipc·cells, K] float32: each decoded image's class probabilities, if it has any
 
     def __repr__(self) -> str:
         made = f"{self.manifest.get('data', {}).get('name')} by {self.manifest.get('method')}"
         images = f"{len(self.class_names)} classes × {self.manifest.get('ipc')} images {list(self.images.shape[1:])}"
-        return f"CondensedSet({made}: {images}, factor {self.manifest.get('factor')}, {self.label_kind} labels)"
+        halved = ", halved colours" if self.manifest.get("chroma") == "half" else ""
+        return f"CondensedSet({made}: {images}, factor {self.manifest.get('factor')}{halved}, {self.label_kind} labels)"
 
     @property
     def label_kind(self) -> str:
@@ -97,7 +98,7 @@ class CondensedSet:
         return str(sha256(self.images))
 
     def decoded(self, normalise: bool | Normalise = False) -> tuple[Tensor, Tensor]:
-        """Full-size images [N, ch, h, w] and labels, N = C·ipc·factor²: what a network trains on.
+        """Full-size images [N, ch, h, w] and labels, N = C·ipc·cells: what a network trains on.
 
         Labels are [N] classes, or [N, K] probabilities where the set has soft labels (``hard()`` leaves them out).
         A set of whitened data does not carry the whitening, which is larger than the images and which its user needs

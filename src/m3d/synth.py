@@ -60,11 +60,15 @@ class Tiles:
         for side in shape[1:]:
             if -(-side // self.factor) * (self.factor - 1) >= side:
                 raise M3DError(f"factor={self.factor} leaves cells without a pixel in images of {shape[1]}×{shape[2]}")
-        if self.halved and (shape[0] != 3 or any(side % (2 * self.factor) for side in shape[1:])):
+        if self.halved and not self.fits(shape):
             raise M3DError(
                 f"chroma=half does not go with {shape[0]}×{shape[1]}×{shape[2]} images and factor={self.factor}; "
                 f"allowed: three channels, and sides that {2 * self.factor} divides"
             )
+
+    def fits(self, shape: tuple[int, int, int]) -> bool:
+        """Whether images of this shape can be stored with halved colours at this factor."""
+        return shape[0] == 3 and not any(side % (2 * self.factor) for side in shape[1:])
 
     def decode(self, stored: Tensor, enlarge: tuple[Tensor, ...] | None = None) -> Tensor:
         """[..., n, ch, h, w] stored → [..., n·cells, ch, h, w] as seen by a network; ``enlarge`` where it is known."""
@@ -93,7 +97,7 @@ class Tiles:
             return images
         h, w = images.shape[-2:]
         small = self._shrunk(images, *self._cell(h, w))
-        small = _subsampled(small.unflatten(-4, (-1, 2))) if self.halved else small
+        small = _subsampled(small.unflatten(-4, (-1, 2))).clamp(0, 1) if self.halved else small  # yellow rounds below 0
         return self._joined(small.unflatten(-4, (-1, self.factor**2)))[..., :h, :w]
 
     def mosaics(self, stored: Tensor) -> Tensor:

@@ -126,10 +126,10 @@ def _factor(task: Task, found: _Found) -> int:
 
 
 def _chroma(task: Task, factor: int) -> str:
-    """Half wherever images that are cut up at all can be stored so."""
-    channels, *sides = task.shape
-    fits = channels == 3 and not any(side % (2 * factor) for side in sides)
-    return "half" if factor > 1 and fits else "full"
+    """Half wherever images that are cut up at all can be stored so, and each cell can start from another real one."""
+    halved = Tiles(factor, chroma="half")
+    enough = task.smallest is None or task.smallest >= task.ipc * halved.cells
+    return "half" if factor > 1 and halved.fits(task.shape) and enough else "full"
 
 
 def milestones(steps: int) -> tuple[int, int]:
