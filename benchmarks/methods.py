@@ -29,7 +29,7 @@ from m3d.runtime import Runtime
 
 # What is trained before the first step, as little of it as will do: it is no part of a step.
 _TRAINED_BEFORE: dict[str, dict[str, Any]] = {
-    **{name: {"encoders": 2, "encoder_epochs": 1} for name in ("m3d+", "dance", "ncfm")},
+    **{name: {"encoders": 2, "encoder_epochs": 1} for name in ("m3d+", "dance", "dsdm", "ncfm")},
     "mtt": {"experts": 1},
 }
 

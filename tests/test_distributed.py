@@ -203,6 +203,7 @@ def test_an_overwritten_run_takes_its_subtasks_with_it(file, tmp_path):
         ({"method": "datadam", "net": None}, "batch norm mixes the images"),
         ({"method": "mtt", "net": "convnet2:width=4"}, "cannot be split"),
         ({"method": "ncfm", "sampler": "learned"}, "it learns numbers that all classes share"),
+        ({"method": "dsdm"}, "its loss remembers where every class was"),
     ],
 )
 @pytest.mark.parametrize("how", ["processes", "subtasks"])
@@ -214,6 +215,14 @@ def test_what_cannot_be_split_is_refused_before_any_work(tmp_path, monkeypatch, 
     with pytest.raises(m3d.M3DError, match=why):
         m3d.condense(make_dataset(CLASSES), 1, out=tmp_path / "run", **given)
     assert not (tmp_path / "run").exists()
+
+
+def test_dsdm_without_its_past_can_be_split(tmp_path, monkeypatch):
+    monkeypatch.setenv("M3D_CACHE", str(tmp_path))
+    given = {"steps": 3, "encoders": 1, "encoder_epochs": 1, "batch_real": 4, "history_weight": 0.0, "device": "cpu"}
+    data = make_dataset(CLASSES)
+    sets = [m3d.condense(data, 1, "dsdm", net=SETTINGS["net"], subtasks=n, **given) for n in (1, 2)]
+    torch.testing.assert_close(sets[0].images, sets[1].images, atol=1e-6, rtol=0)
 
 
 def test_what_learns_for_all_classes_is_bound(tiny):

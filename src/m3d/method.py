@@ -50,10 +50,16 @@ class Matching:
         """How many steps are taken before the first whose images enter the mean; all of them: there is no mean."""
         return round(self.average_from * self.steps)
 
+    def together(self, net: FlatNet) -> bool:
+        """Whether all classes must go through a step at once."""
+        return self.objective.across_classes or self.objective.remembers or net.mixes_images
+
     def bond(self, net: FlatNet) -> str | None:
         """Why classes cannot be condensed apart from each other, as half a sentence; None where they can."""
         if self.objective.across_classes:
             return "its loss compares classes with each other"
+        if self.objective.remembers:
+            return "its loss remembers where every class was"
         if net.mixes_images:
             return "its network's batch norm mixes the images of all classes"
         parts = [part for part in (self.objective, self.probe) if isinstance(part, nn.Module)]

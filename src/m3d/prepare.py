@@ -241,7 +241,7 @@ def _require_chunks(prepared: Prepared, net: FlatNet) -> None:
     matching, at_once = prepared.method.matching, prepared.request.get("classes_at_once")
     if matching is None or at_once is None or at_once >= prepared.data.classes:
         return
-    if matching.objective.across_classes or net.mixes_images:
+    if matching.together(net):
         raise M3DError(
             f"{prepared.request['method']} takes no classes_at_once={at_once}: {matching.bond(net)}, so that all go "
             f"through at once"

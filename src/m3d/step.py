@@ -78,7 +78,7 @@ class Step(nn.Module):
         self.augmentation = torch.zeros(BLOCK, classes, NUMBERS, device=device)
         self._draws = (self.real_index, self.syn_index, self.augmentation)
         self.losses = torch.zeros(BLOCK, classes, device=device)
-        self.together = self.objective.across_classes or net.mixes_images  # whether classes must go through at once
+        self.together = matching.together(net)
         at_once = self.shard.at_once or _classes_at_once(data, matching.batch_real)
         self.chunk = classes if self.together else min(classes, at_once)
         usual = COMPILE_OWN_FROM if self._own_kernels() else COMPILE_FROM
@@ -155,7 +155,10 @@ class Step(nn.Module):
         self.number.fill_(step)
 
     def loss(self, classes: Tensor, real_index: Tensor, syn_index: Tensor, augmentation: Tensor) -> Tensor:
-        """[c]: the losses of ``classes`` [c], a pure function of their draws, the encoder and the latent pixels."""
+        """[c]: the losses of ``classes`` [c], a function of their draws, the encoder and the latent pixels.
+
+        Nothing else is read or written, but what an objective that ``remembers`` keeps.
+        """
         matching, eyes = self.matching, self.pool.eyes()
         parameters = Parameters.unpacked(augmentation)
         goal = self._goal(eyes, classes, real_index, parameters) if eyes.goal is None else eyes.goal

@@ -13,7 +13,6 @@ Departures:
   class, for the cross-entropy. All classes move together with momentum 0.5, which in the long run moves them as far.
 - The five networks that are used are all that are trained. How the authors train them is not in our sources; here it
   is SGD 0.05, falling linearly to 0, with augmentation. The cross-entropy has weight 1.
-- Images below 24 pixels take M3D's smaller learning rate.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from m3d.guides import CrossEntropy
 from m3d.kernels import Linear
 from m3d.method import Matching, Method
 from m3d.methods import METHODS, Task
-from m3d.methods.m3d import default_factor, size_rate
+from m3d.methods.m3d import default_factor
 from m3d.objectives import MMD
 from m3d.players import Descent
 from m3d.pools.pretrained import Pretrained, default_batch, encoder_recipe
@@ -57,7 +56,7 @@ def dance(
     """Match means under encoders between random and trained ones; a trained network must recognise the images."""
     large = min(task.shape[1:]) >= 128
     if lr is None:
-        lr = (0.1 if large else 0.01) * size_rate(task.shape) * task.ipc
+        lr = (0.1 if large else 0.01) * task.ipc
     if encoder_epochs is None:
         encoder_epochs = 80 if large else 60
     encoder_batch = default_batch(task.shape) if encoder_batch is None else encoder_batch

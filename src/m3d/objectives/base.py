@@ -25,6 +25,7 @@ class Objective(nn.Module, Generic[R]):
     player: Player | None = None  # who moves its own parameters, where it has some
     learns = False  # whether ``start`` will give it parameters of its own, which all classes share
     across_classes = False  # whether a class's value depends on other classes; if not, classes may go in chunks
+    remembers = False  # whether it keeps a row of every class from step to step: all are seen together, in their order
 
     def forward(self, goal: R, seen: R) -> Tensor:
         """[C]: how far the synthetic reading ``seen`` is from the real one ``goal``, class by class.
@@ -40,7 +41,8 @@ class Objective(nn.Module, Generic[R]):
         """
 
     def draw(self, step: Tensor) -> None:
-        """Before step number ``step`` [1]: refill what is drawn anew, in place and without waiting for the host."""
+        """Before step number ``step`` [1]: refill what is drawn anew or follows from the step before, in place and
+        without waiting for the host."""
 
     def __add__(self, other: object) -> Objective[R]:
         if not isinstance(other, Objective):
@@ -65,6 +67,7 @@ class Weighted(Objective[R]):
         self.weights = [weight for weight, _ in terms]
         self.terms = nn.ModuleList(term for _, term in terms)
         self.across_classes = any(term.across_classes for _, term in terms)
+        self.remembers = any(term.remembers for _, term in terms)
         self.learns = any(term.learns for _, term in terms)
 
     def start(self, seed: int, sample: Callable[[], R]) -> None:

@@ -21,7 +21,7 @@ class Covariance(Objective[Seen]):
 
     def forward(self, goal: Seen, seen: Seen) -> Tensor:
         """[C]."""
-        a, b = (_centred(s.features.float() if s.features.dtype != torch.float64 else s.features) for s in (goal, seen))
+        a, b = (_centred(s.features.float()) for s in (goal, seen))
         parts = [(a @ a.mT).square(), -2 * (a @ b.mT).square(), (b @ b.mT).square()]
         squared: Tensor = torch.stack([part.sum((-2, -1)) for part in parts]).sum(0)
         return squared / a.shape[-1]
@@ -41,7 +41,7 @@ class History(Objective[Seen]):
     on equal readings it is zero only where a class has stood still.
     """
 
-    across_classes = True
+    remembers = True
     past: Tensor  # [C, d]
     latest: Tensor  # [C, d]: the means of the step before
     counts: Tensor  # []: 1 from step ``after`` on, 0 before

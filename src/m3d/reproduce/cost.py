@@ -32,7 +32,7 @@ _GRADIENTS = ("dc", "dsa", "idc", "idc-i", "mtt")
 # A step's cost in units of M3D's for as many images. Those of DM, M3D+, CAFE, DC, DSA, IDC and MTT are of measured runs
 # (results/reproduce/methods.jsonl, LAB.md): DM and M3D+ draw a new encoder every step, and M3D+ shows the synthetic
 # images to a second one; gradient matching differentiates twice and trains networks in between, MTT unrolls fifty steps
-# of training. Those of IDM and NCFM are guesses.
+# of training. Those of IDM, DSDM and NCFM are guesses.
 _METHODS = {
     "dm": 1.5,
     "dc": 28.0,
@@ -44,6 +44,7 @@ _METHODS = {
     "cafe-dsa": 17.0,
     "mtt": 58.0,
     "m3d+": 1.4,
+    "dsdm": 2.0,
     "ncfm": 2.5,
 }
 _REAL = {
