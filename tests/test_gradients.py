@@ -312,6 +312,9 @@ def test_idc_matches_mnist_without_cutout_where_it_has_a_factor():
         ("fashion-mnist", (1, 28, 28), (200_000, 1e-4, 1, 2, 500, 0)),
         ("imagenet10", (3, 224, 224), (50_000, 3e-3, 1, 3, 500, 10)),
         ("imagenet100-4", (3, 224, 224), (50_000, 1e-3, 1, 3, 500, 5)),
+        ("imagenet10", (3, 112, 112), (50_000, 3e-3 / 4, 1, 2, 500, 10)),  # the rate goes by the size
+        ("photos", (3, 64, 64), (200_000, 2e-2, 2, 2, 500, 0)),
+        ("photos", (3, 224, 224), (50_000, 3e-3, 1, 3, 500, 10)),
     ],
 )
 def test_idcs_published_settings(data, shape, expected):

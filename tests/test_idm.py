@@ -229,6 +229,9 @@ def test_published_settings():
     assert [published(task(tiny_images, 200, i)).train_steps for i in (1, 10, 50)] == [10, 10, 50]
     assert [published(task(small, 10, i)).push_every for i in (1, 10, 50)] == [5, 30, 30]
     assert [published(task(small, 10, i)).recount for i in (1, 10, 50)] == [100, 100, 500]
+    assert [published(task(tiny_images, 200, i)).recount for i in (1, 10, 50)] == [100, 500, 1000]
+    assert [published(task(large, 100, i)).recount for i in (1, 10, 50)] == [200, 1000, 500]
+    assert make_method("idm", task(large, 10, 1), {})[0].matching.pool.recipe.batch == 128
     assert published(task(small, 10, 1)).batch_real == 5000 and published(task(small, 10, 10)).batch_real == 256
     assert (
         published(task(small, 100, 1, 500)).batch_real == 500 and published(task(small, 10, 1, 9000)).batch_real == 5000

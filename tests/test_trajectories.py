@@ -379,9 +379,18 @@ def test_the_best_set_keeps_the_rate_of_its_own_step(tiny, tmp_path):
 
 
 def test_published_settings_and_every_option():
-    assert published("cifar10", 1) == (50, 2, 2, 100, 1e-7, 0.01, None) == published("svhn", 5)
-    assert published("cifar10", 10)[:6] == (30, 2, 20, 100, 1e-5, 0.001)
-    assert published("cifar100", 60) == (80, 2, 40, 1000, 1e-5, 0.01, 125)
+    def known(data: str, ipc: int, side: int = 32):
+        return published(Task(data, (3, side, side), 10, ipc))
+
+    assert known("cifar10", 1) == ("convnet3", (50, 2, 2, 100, 1e-7, 0.01, None)) == known("svhn", 5)
+    assert known("cifar10", 10)[1][:6] == (30, 2, 20, 100, 1e-5, 0.001)
+    assert known("cifar100", 60) == ("convnet3", (80, 2, 40, 1000, 1e-5, 0.01, 125))
+    assert known("tiny", 1, 64) == ("convnet4", (10, 2, 10, 10_000, 1e-4, 0.01, None))
+    assert known("tiny", 10, 64)[1] == (20, 2, 40, 10_000, 1e-4, 0.01, 200)
+    assert known("tiny", 50, 64)[1] == (20, 2, 40, 10_000, 1e-4, 0.01, 300)
+    assert known("nette", 10, 128) == ("convnet5", (20, 2, 10, 1000, 1e-6, 0.01, None))
+    photos = make_method("mtt", Task("photos", (3, 64, 64), 10, 10), {})[0]
+    assert photos.network == "convnet4" and photos.matching.probe.lessons == Lessons(20, 200)
     task = Task("cifar10", (3, 32, 32), 10, 10)
     method = make_method("mtt", task, {})[0]
     matching, pool, probe = method.matching, method.matching.pool, method.matching.probe

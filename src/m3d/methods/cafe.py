@@ -6,6 +6,10 @@ the class means of synthetic features shall classify the real features (0.01 · 
 bi-level optimisation: a network is trained on the synthetic images after each step until its accuracy on real images
 has moved by more than λ₂, and replaced once it moved by less than λ₁ over ten steps. Images start from noise.
 
+With F_l the maps of layer l, f the representation and s_k the mean f of class k's synthetic images:
+
+    Σ_c Σ_l w_l ‖mean F_l(real) − mean F_l(synthetic)‖² + 0.01 · Σ_real CE(softmax_k ⟨f(real), s_k⟩, class)
+
 ``cafe-dsa`` adds one augmentation per class and step, shared by both sides, and augmented training of the network, and
 starts from real images as DSA does (our choice: the public commands name no start, their default is ``init=noise``;
 in a small try it made little difference, LAB.md).

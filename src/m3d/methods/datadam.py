@@ -14,7 +14,8 @@ defaults here; the code calls power 1 and has 20,000 iterations (``--set power=1
 ``convnet3`` with batch norm, which the code chooses silently; deeper for larger images (4 blocks from 64 pixels, 5 from
 128). The published numbers on CIFAR-10 and CIFAR-100 are of ZCA-whitened images (``--zca``), which neither says: the
 authors' next paper does, and it is worth four points (LAB.md). As published, pixels may leave [0, 1]: brought back
-after each step (``bounded``), whitened images lose what the steps gain.
+after each step (``bounded``), whitened images lose what the steps gain. At most 200 images of a class serve a step
+(``batch_syn_max``; published: all).
 """
 
 from __future__ import annotations

@@ -8,9 +8,14 @@ start from noise.
 DSA: Zhao & Bilen, "Dataset Condensation with Differentiable Siamese Augmentation", ICML 2021. The same from real
 images, with one augmentation per class and step shared by both sides, and augmented training of the network.
 
-Departures: images are clamped to [0, 1] after each step, and noise is clipped too (unless ``bounded=false``). Networks
-with batch norm normalise the images of a class by their own statistics; published ones are frozen before a step at
-those of 16 real images per class. The published numbers are of instance norm.
+With g_l(c) the gradient of weight l (its rows r each belong to one output) of the cross-entropy on class c's images:
+
+    Σ_c Σ_l Σ_r (1 − ⟨g_lr(real), g_lr(synthetic)⟩ / (‖g_lr(real)‖ ‖g_lr(synthetic)‖))
+
+Departures: at most 200 images of a class serve a step (``batch_syn_max``; published: all). Images are clamped to
+[0, 1] after each step, and noise is clipped too (unless ``bounded=false``). Networks with batch norm normalise the
+images of a class by their own statistics; published ones are frozen before a step at those of 16 real images per class.
+The published numbers are of instance norm.
 """
 
 from __future__ import annotations

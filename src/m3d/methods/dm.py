@@ -1,16 +1,20 @@
 """DM: Zhao & Bilen, "Dataset Condensation with Distribution Matching", WACV 2023. The paper's Eq. 3.
 
 Match the mean representation of real and synthetic images of each class, under a new random encoder every step. Its
-loss is the MMD² of the linear kernel. Published settings: no factor, one iteration per encoder, 256 real images, one
-augmentation drawn from the full list, and images moved in standardised units (in which its learning rate of 1 is
-stated).
+loss is the MMD² of the linear kernel:
+
+    Σ_c ‖mean f(real) − mean f(synthetic)‖² [+ second · ‖var_T − var_S‖² + third · ‖skew_T − skew_S‖²]
+
+Published settings: no factor, one iteration per encoder, 256 real images, one augmentation drawn from the full list,
+and images moved in standardised units (in which its learning rate of 1 is stated).
 
 Two variations of the M3D paper: ``moments`` 2 or 3 adds the distance of the variances (and skewnesses), as in its Table
 1; ``objective`` m3d puts L_M3D in place of DM's loss and changes nothing else, as in its compatibility table.
 
-Departures: images are clamped to [0, 1] after each step (unless ``bounded=false``). Neither the weights of
-the added moments nor the learning rate with L_M3D are published: the weights are 1, and the rate is M3D's own (IPC in
-plain pixels), which is 25 · IPC in standardised ones (std² is about 0.04).
+Departures: at most 200 images of a class serve a step (``batch_syn_max``; published: all). Images are clamped to
+[0, 1] after each step (unless ``bounded=false``). Neither the weights of the added moments nor the learning rate with
+L_M3D are published: the weights are 1, and the rate is M3D's own (IPC in plain pixels), which is 25 · IPC in
+standardised ones (std² is about 0.04).
 """
 
 from __future__ import annotations

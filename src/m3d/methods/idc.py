@@ -9,7 +9,11 @@ MNIST is matched without cutout.
 Departures: all classes move in one step with momentum 0.5 instead of one after the other through a shared momentum
 buffer, which in the long run moves them as far; the number of real images per step of training counts whole images, not
 batches. For ImageNet-100 ten networks are trained beforehand and come back in turns in the publication, here each of
-the 500 is new.
+the 500 is new. Data of other names stand for SVHN, photographs (128 pixels and more) for ImageNet-10.
+
+With g_c the gradient of one convolution's weights, of the cross-entropy on a class's images:
+
+    Σ_c ‖g_c(real) − g_c(synthetic)‖²    or    Σ_c ‖g_c(real) − g_c(synthetic)‖₁
 """
 
 from __future__ import annotations
@@ -31,7 +35,8 @@ from m3d.train import Recipe
 class _Published(NamedTuple):
     """What the publication sets by dataset."""
 
-    lr: float  # at ten images per class
+    lr: float  # at ten images per class, of images of ``side`` pixels
+    side: int = 32
     power: int = 2  # of the differences
     train_images: int = 500
     train_before: int = 0  # epochs
@@ -39,16 +44,17 @@ class _Published(NamedTuple):
 
 
 _CIFAR = _Published(5e-3, train_images=2000)
-_GREY = _Published(1e-4, power=1)
+_GREY = _Published(1e-4, 28, power=1)
+_PHOTOS = _Published(3e-3, 224, power=1, train_before=10, networks=500)
 _PUBLISHED = {
     "cifar10": _CIFAR,
     "cifar100": _CIFAR,
     "mnist": _GREY,
     "fashion-mnist": _GREY,
-    "imagenet10": _Published(3e-3, power=1, train_before=10, networks=500),
-    "imagenet100": _Published(1e-3, power=1, train_before=5, networks=500),
+    "imagenet10": _PHOTOS,
+    "imagenet100": _Published(1e-3, 224, power=1, train_before=5, networks=500),
 }
-_OTHERS = _Published(5e-3)  # SVHN's
+_SVHN = _Published(5e-3)
 
 
 @METHODS.register("idc", paper="Kim et al., ICML 2022", equation="gradient matching, convolutions", cost="very high")
@@ -69,10 +75,11 @@ def idc(
     init: str = "real",
 ) -> Method:
     """Match gradients of networks trained on real images, with factor & up-sampling."""
-    published = _PUBLISHED.get(_whole(task.data), _OTHERS)
+    side = min(task.shape[1:])
+    published = _PUBLISHED.get(_whole(task.data), _PHOTOS if side >= 128 else _SVHN)
     steps = published.networks * 100 if steps is None else steps
-    lr = published.lr * task.ipc / 10 if lr is None else lr
-    factor = (3 if min(task.shape[1:]) >= 128 else 2) if factor is None else factor
+    lr = published.lr * (side / published.side) ** 2 * task.ipc / 10 if lr is None else lr
+    factor = (3 if side >= 128 else 2) if factor is None else factor
     train_images = published.train_images if train_images is None else train_images
     train_before = published.train_before if train_before is None else train_before
     if train_cutmix is None:

@@ -13,10 +13,12 @@ Settings are those of the authors' published commands (not of their script's def
 iterations, of which they report the best evaluated one; learning rate 0.2 in standardised units; a new network every 30
 iterations (5 at one image per class, 50 for large images), at most 100 of them (50); 256 real images (the whole class,
 at most 5,000, at one image per class; 128 large ones); the weights of the cross-entropy by resolution, classes and IPC.
-Training accuracies are counted anew every 100 iterations (500 from 50 images per class), because the authors' meters
-are reset at each of their evaluations: a network that did not learn since has no say.
+Training accuracies are counted anew every 100 to 1,000 iterations, because the authors' meters are reset at each of
+their evaluations: a network that did not learn since has no say.
 
 Departures:
+- The result is the last step's set, not the best of all by test accuracy. At most 200 decoded images of a class serve a
+  step (``batch_syn_max``), which is all of them up to 50 images per class.
 - All classes move in one step. The authors step class after class through one optimiser whose momentum goes on moving
   every class while the others have their turn; when a class comes to its next turn it has been moved by
   lr · (1 + m + … + m^(C−1)) times its gradient, and m^C of it is still to come. So here the rate is that sum, and no
@@ -68,18 +70,20 @@ def published(task: Task) -> Settings:
     ones of 100 and more classes for CIFAR-100, and all others for CIFAR-10.
     """
     side, ipc = min(task.shape[1:]), task.ipc
-    recount = 500 if ipc >= 50 else 100
+    few, large = ipc < 10, ipc >= 50
     if side >= 128:
-        return Settings("convnet6", 3.0, 50, 100 if ipc >= 50 else 50, 10, 128, recount)
+        recount = 200 if few else 500 if large else 1000
+        return Settings("convnet6", 3.0, 50, 100 if large else 50, 10, 128, recount)
     if side >= 64:
-        large = ipc >= 50
+        recount = 100 if few else 1000 if large else 500
         return Settings("convnet3", 0.8 if large else 0.5, 30, 100, 50 if large else 10, 256, recount)
+    recount = 500 if large else 100
     many = task.classes >= 100
     weight = 0.1 if ipc >= (10 if many else 50) else 0.5
-    if ipc < 10:
+    if few:
         whole = _WHOLE_CLASS if task.smallest is None else min(_WHOLE_CLASS, task.smallest)
         return Settings("convnet3", weight, 5, 100, 10, whole, recount)
-    return Settings("convnet3", weight, 30, 100, 50 if many and ipc < 50 else 10, 256, recount)
+    return Settings("convnet3", weight, 30, 100, 50 if many and not large else 10, 256, recount)
 
 
 @METHODS.register(
@@ -106,7 +110,7 @@ def idm(
     m3d_weight: float = 200.0,
 ) -> Method:
     """Match mean representations under networks trained on real images, which must recognise the synthetic ones."""
-    known = published(task)
+    known, photos = published(task), min(task.shape[1:]) >= 128
     given: dict[str, Any] = {"ce_weight": ce_weight, "push_every": push_every, "queue": queue}
     given |= {"train_steps": train_steps, "recount": recount, "batch_real": batch_real}
     known = known._replace(**{name: value for name, value in given.items() if value is not None})
@@ -119,7 +123,7 @@ def idm(
         matching=Matching(
             steps=steps,
             pool=Queue(
-                recipe=Recipe(epochs=1, batch=256, lr=0.01),
+                recipe=Recipe(epochs=1, batch=128 if photos else 256, lr=0.01),
                 every=known.push_every,
                 capacity=known.queue,
                 train_steps=known.train_steps,

@@ -1,7 +1,10 @@
 """M3D: Zhang et al., "M3D: Dataset Condensation by Minimizing Maximum Mean Discrepancy", AAAI 2024. Algorithm 1.
 
 Match the distributions of real and synthetic representations in a reproducing kernel Hilbert space (Eq. 9), under
-randomly initialised encoders that each serve ``ipm`` iterations, with factor & up-sampling (Eq. 10).
+randomly initialised encoders that each serve ``ipm`` iterations, with factor & up-sampling (Eq. 10):
+
+    Σ_c mean K(f(real), f(real)) + mean K(f(syn), f(syn)) − 2 · mean K(f(real), f(syn))
+    K(x, y) = Σ_m exp(−‖x − y‖² / (b·m)), b the class's mean squared distance, m = ¼, ½, 1, 2, 4
 
 Where this departs from the text, and why:
 - All classes move in one step instead of one after the other. The losses of different classes share nothing but the
@@ -12,6 +15,8 @@ Where this departs from the text, and why:
 - The result is the mean of the images over the last fifth of the steps (``average_from``; 1 gives the last ones). The
   authors' code keeps the best of twenty sets by their accuracy on test data, which tells nothing about new data; the
   mean costs nothing and was worth half a point on held-out data, on each of three seeds (LAB.md).
+- Photographs begin with the same network and number of steps as small images. The paper's for ImageNet are
+  ``--net resnetap10 --steps 1000``, and ``m3d reproduce imagenet`` takes those.
 - Fashion-MNIST's settings are not published. Found on held-out data: no cutout; no factor from ten images per class
   on, bicubic cells below (LAB.md).
 """

@@ -14,9 +14,10 @@ gain, and the loss rises again. Pictures of a set cut off what lies outside.
 
 Departures: experts stop at the last epoch that can be asked for, which changes none before it; where a mini-batch does
 not divide the images, the smaller one ends a pass instead of beginning it; the last step's set is the result, not the
-best of all by test accuracy. Settings are published for each dataset; those of Tiny ImageNet and of ImageNet subsets,
-and their deeper networks, are not built in: other data get CIFAR-10's. Images below 24 pixels take as small a part of
-the images' rate as in ``m3d``: at the whole of it the digits are lost within a hundred steps (LAB.md).
+best of all by test accuracy. Settings are published for each dataset: images of 128 pixels and more stand here for its
+ImageNet subsets (of one image per class), those from 64 pixels for Tiny ImageNet, each with its deeper ConvNet, and
+smaller ones of other names for CIFAR-10. Images below 24 pixels take as small a part of the images' rate as in ``m3d``:
+at the whole of it the digits are lost within a hundred steps (LAB.md).
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from m3d.train import Recipe
 from m3d.unroll import Lessons, Unroll
 
 
-class _Published(NamedTuple):
+class Published(NamedTuple):
     """Settings of one dataset and IPC; ``batch_syn`` None: all images in every mini-batch."""
 
     syn_steps: int
@@ -49,24 +50,36 @@ class _Published(NamedTuple):
 
 
 _CIFAR10 = {
-    1: _Published(50, 2, 2, 100.0, 1e-7, 0.01),
-    10: _Published(30, 2, 20, 100.0, 1e-5, 0.001),
-    50: _Published(30, 2, 40, 1000.0, 1e-5, 0.001),
+    1: Published(50, 2, 2, 100.0, 1e-7, 0.01),
+    10: Published(30, 2, 20, 100.0, 1e-5, 0.001),
+    50: Published(30, 2, 40, 1000.0, 1e-5, 0.001),
 }
 _CIFAR100 = {
-    1: _Published(20, 3, 20, 1000.0, 1e-5, 0.01),
-    10: _Published(20, 2, 20, 1000.0, 1e-5, 0.01),
-    50: _Published(80, 2, 40, 1000.0, 1e-5, 0.01, 125),
+    1: Published(20, 3, 20, 1000.0, 1e-5, 0.01),
+    10: Published(20, 2, 20, 1000.0, 1e-5, 0.01),
+    50: Published(80, 2, 40, 1000.0, 1e-5, 0.01, 125),
 }
+_TINY = {
+    1: Published(10, 2, 10, 10_000.0, 1e-4, 0.01),
+    10: Published(20, 2, 40, 10_000.0, 1e-4, 0.01, 200),
+    50: Published(20, 2, 40, 10_000.0, 1e-4, 0.01, 300),
+}
+_IMAGENET = {1: Published(20, 2, 10, 1000.0, 1e-6, 0.01)}
 # Pixels of all mini-batches of a step up to which their graphs are kept. ConvNet-3 in float32 keeps 2.4 KB for each on
 # a CPU (measured), which makes 10 GB; CUDA's path keeps more.
 _KEPT = 2**22
 
 
-def published(data: str, ipc: int) -> _Published:
-    """The settings of that dataset (another one's are CIFAR-10's) at the nearest smaller published IPC."""
-    rows = _CIFAR100 if data == "cifar100" else _CIFAR10
-    return rows[max(known for known in rows if known <= ipc)]
+def published(task: Task) -> tuple[str, Published]:
+    """(network, settings) of the data that ``task`` is most like, at the nearest smaller published IPC."""
+    side = min(task.shape[1:])
+    if side >= 128:
+        network, rows = "convnet5", _IMAGENET
+    elif side >= 64:
+        network, rows = "convnet4", _TINY
+    else:
+        network, rows = "convnet3", _CIFAR100 if task.data == "cifar100" else _CIFAR10
+    return network, rows[max(known for known in rows if known <= task.ipc)]
 
 
 @METHODS.register("mtt", paper="Cazenavette et al., CVPR 2022", equation="Eq. 2, trajectory matching", cost="very high")
@@ -91,7 +104,8 @@ def mtt(
     recompute: bool | None = None,
 ) -> Method:
     """Match where training on synthetic images leads with where recorded training on real images led."""
-    tiles, known = Tiles(factor), published(task.data, task.ipc)
+    tiles = Tiles(factor)
+    network, known = published(task)
     known = known._replace(lr=known.lr * size_rate(task.shape))
     given: dict[str, Any] = {"syn_steps": syn_steps, "span": span, "max_start": max_start, "lr": lr, "lr_lr": lr_lr}
     given |= {"lr_teacher": lr_teacher, "batch_syn": batch_syn}
@@ -105,6 +119,7 @@ def mtt(
     return Method(
         init=make_init(init),
         tiles=tiles,
+        network=network,
         matching=Matching(
             steps=steps,
             pool=Experts(

@@ -5,6 +5,9 @@ in amplitude and in phase, at random frequencies (:class:`m3d.objectives.Charact
 encoders, with the cross-entropy of the synthetic images under the trained network. With ``sampler`` learned a small
 network proposes the frequencies and is trained by ascent on the same loss: the images minimise what it maximises.
 
+    φ(t) = mean exp(i ⟨t, f⟩),  f at length 1
+    300 · mean_t √(a (|φ_T| − |φ_S|)² + (1 − a) · 2 (|φ_T| |φ_S| − Re φ_T φ̄_S)) + ce_weight · CE(f_trained, synthetic)
+
 Published settings: AdamW 0.001 on the images, 20,000 iterations, 4,096 frequencies in the code (1,024 in the paper).
 
 Departures:
