@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import m3d
+from m3d.engine import condense
 from m3d.errors import Interrupted
 from m3d.method import Method
 from m3d.methods import METHODS, Task, make_method
@@ -18,6 +19,7 @@ from m3d.step import Step
 CPU = Runtime.choose("cpu")
 NET = "convnet2:width=8"
 NAMES = METHODS.names()
+MATCHING = [name for name in NAMES if METHODS.get(name).options().get("steps")]  # all but the coresets
 
 
 def short(name: str) -> dict[str, object]:
@@ -42,6 +44,7 @@ def test_the_sweep_is_complete():
     expected = {"m3d", "dm", "random", "herding", "k-center", "dc", "dsa", "idc", "idc-i", "cafe", "cafe-dsa", "idm"}
     assert expected | {"datadam", "mtt", "m3d+", "dance", "ncfm", "dsdm"} <= set(NAMES)
     assert len(NAMES) == 18  # raise this with every method added: a sweep that shrinks is a failure
+    assert set(NAMES) - set(MATCHING) == {"random", "herding", "k-center"}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -93,6 +96,16 @@ def parts(value: object) -> object:
     return value if value is None or isinstance(value, (bool, int, float, str, dict)) else repr(value)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_run_leaves_its_record_as_it_was(name, tiny):
+    """Whatever a run makes and learns is its own: the same record gives the same set again."""
+    method, _ = make_method(name, Task("tiny", tiny.shape, 3, 2), short(name))
+    before, net = parts(method), FlatNet(make_net(NET, tiny.shape, 3))
+    first = condense(method, tiny, net, 2, 0, CPU)
+    assert parts(method) == before
+    assert torch.equal(condense(method, tiny, net, 2, 0, CPU).pixels, first.pixels)
+
+
 TASKS = [
     Task("cifar10", (3, 32, 32), 10, 1, True, 5000),
     Task("cifar100", (3, 32, 32), 100, 50, True, 500),
@@ -113,7 +126,7 @@ def test_what_is_left_to_the_method_is_told_and_makes_the_same_record(name, task
 
 
 @pytest.mark.parametrize("at", [1, 2])
-@pytest.mark.parametrize("name", [n for n in NAMES if METHODS.get(n).options().get("steps")])
+@pytest.mark.parametrize("name", MATCHING)
 def test_a_run_stopped_after_any_step_goes_on_to_the_same_bits(name, at, tiny_file, tmp_path, monkeypatch):
     monkeypatch.setattr("m3d.engine._REPORT_SECONDS", 0.0)
     options = {**short(name), "steps": 3}
@@ -128,7 +141,7 @@ def test_a_run_stopped_after_any_step_goes_on_to_the_same_bits(name, at, tiny_fi
     assert m3d.resume(tmp_path / "run").fingerprint == whole.fingerprint
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if METHODS.get(n).options().get("steps")])
+@pytest.mark.parametrize("name", MATCHING)
 def test_compiled_equals_eager_without_breaks_or_recompilation(name, tiny):
     torch._dynamo.reset()  # it keeps eight versions of a function, and there are more methods
     step = first_step(name, tiny)
@@ -144,7 +157,7 @@ def test_compiled_equals_eager_without_breaks_or_recompilation(name, tiny):
         torch.testing.assert_close(values[0], values[1], atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if METHODS.get(n).options().get("steps")])
+@pytest.mark.parametrize("name", MATCHING)
 def test_a_class_moves_only_its_own_images(name, tiny):
     step = first_step(name, tiny)
     step.pool.draw(0)
