@@ -249,6 +249,9 @@ def _captions(rows: Sequence[dict[str, Any]]) -> tuple[str, list[str]]:
     told = {"data": "{}", "ipc": "IPC {}", "net": "{}", "protocol": "{}", "seed": "seed {}"}
     several = {name for name in told if len({str(row[name]) for row in rows}) > 1}
     known = [{name: told[name].format(row[name]) for name in told if row[name] is not None} for row in rows]
+    for row, texts in zip(rows, known, strict=True):
+        if "," in str(row["seed"]):  # averaged over several
+            texts["seed"] = f"seeds {row['seed']}"
     title = ", ".join(text for name, text in known[0].items() if name not in several and name != "seed")
     labels = []
     for row, texts in zip(rows, known, strict=True):

@@ -75,7 +75,7 @@ def test_a_plan_from_nothing_to_tables_and_again(capsys, fast, tmp_path):
     plan, _, options = fast
     code, out, err = call(capsys, "reproduce", "small", "--out", tmp_path, *options)
     first, *_, last = [line for line in err.splitlines() if line.startswith("[")]
-    assert code == 0 and first.startswith("[1 of 4]") and first.endswith(" left, were this one H200")
+    assert code == 0 and first.startswith("[1 of 4]") and first.endswith(" left, on one H200")
     assert last.startswith("[4 of 4] digits/whole/seed0: about ") and last.endswith(" left")
     home = tmp_path / "with-steps4-epochs2"
     records = lines(home / "small.jsonl")

@@ -61,7 +61,7 @@ class Telling:
         clear_bars()
         if not self.as_json:
             time = "" if left is None else f": about {duration(left.seconds)} left"
-            where = f", were this {self.estimates_for}" if left and not left.measured and self.estimates_for else ""
+            where = f", on {self.estimates_for}" if left and not left.measured and self.estimates_for else ""
             typer.echo(f"[{number} of {of}] {cell.key}{time}{where}", err=True)
 
     def _done(self, cell: Cell, record: Record) -> None:
