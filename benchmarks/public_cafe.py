@@ -8,7 +8,7 @@ The restatement is written from a description of how the public code works: one 
 accuracies as a list that loses its oldest member, and a tenth of each accuracy added to the next (m3d leaves that out;
 ``--plain`` leaves it out here too). Loops without end are given the bounds m3d has. Images are in standardised space
 and never clamped. Both sides see a tenth of the training data held out; their sets are tested on it by one evaluation.
-Writes results/public-cafe-DEVICE.json.
+Seconds are those of condensing. Writes results/public-cafe[-dsa][-plain]-DEVICE.json.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ _WEIGHTS = (0.1, 0.1, 1.0, 1.0)  # of the three blocks' maps and the last poolin
 _OUTER_STOP, _INNER_STOP, _WINDOW = 0.04, 0.03, 10
 _OUTER_MAX, _INNER_MAX = 100, 50  # m3d's bounds
 _QUARTERS = 4
+_SIDES = ("public", "m3d")
 
 
 class Network(nn.Module):
@@ -195,14 +196,22 @@ def dsa(x: Tensor, siamese: bool) -> Tensor:
 
 def public_side(data: Dataset, options: argparse.Namespace, judge: Any, device: torch.device) -> dict[str, Any]:
     torch.manual_seed(options.seed)
-    loop, at, began = PublicCafe(data, options, device), {}, time.perf_counter()
+    loop, at, began, judging = PublicCafe(data, options, device), {}, time.perf_counter(), 0.0
     for step, images in enumerate(loop.run(), 1):
         if step % (options.steps // _QUARTERS) == 0:
+            _wait(device)
+            stopped = time.perf_counter()
             at[step] = judge(images, loop.labels)
+            judging += time.perf_counter() - stopped
             print(f"public, step {step}: {told(at[step])}, {loop.networks} networks", flush=True)
     epochs = statistics.fmean(loop.epochs) if loop.epochs else 0.0
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - began - judging
     return {"accuracies": at, "networks": loop.networks, "epochs_after_a_step": epochs, "seconds": seconds}
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def own_side(data: Dataset, options: argparse.Namespace, judge: Any, runtime: Runtime) -> dict[str, Any]:
@@ -240,7 +249,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data")
     parser.add_argument("--dsa", action="store_true")
-    parser.add_argument("--sides", default="public,m3d")
+    parser.add_argument("--sides", default=",".join(_SIDES))
     parser.add_argument("--ipc", type=int, default=1)
     parser.add_argument("--steps", type=int, default=1200)
     parser.add_argument("--width", type=int, default=128)
@@ -255,6 +264,9 @@ def main() -> None:
     options = parser.parse_args()
     if options.steps % _QUARTERS:
         parser.error(f"--steps {options.steps} is not valid; allowed: a multiple of {_QUARTERS}")
+    sides = options.sides.split(",")
+    if not set(sides) <= set(_SIDES):
+        parser.error(f"--sides {options.sides} is not valid; allowed: {', '.join(_SIDES)}, with a comma between them")
     runtime = Runtime.choose(options.device)
     device, data = runtime.device, m3d.load_data(options.data, val_fraction=0.1)
     assert data.val is not None
@@ -269,11 +281,12 @@ def main() -> None:
 
     settings = {k: v for k, v in vars(options).items() if k not in ("out", "device")}
     report: dict[str, Any] = {**runtime.describe(), "settings": settings, "sides": {}}
-    for side in options.sides.split(","):
+    for side in sides:
         report["sides"][side] = (
             public_side(data, options, judge, device) if side == "public" else own_side(data, options, judge, runtime)
         )
-    out = options.out or RESULTS / f"public-cafe-{device.type}.json"
+    variant = "-dsa" * options.dsa + "-plain" * options.plain
+    out = options.out or RESULTS / f"public-cafe{variant}-{device.type}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(report, indent=2) + "\n")
 

@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 from shell import fails, run
 
+from m3d.arguments import assignments
+from m3d.errors import M3DError
 from m3d.run_folder import RunFolder
 
 
@@ -115,6 +117,16 @@ def test_an_option_set_twice_is_refused(capsys, tmp_path):
     twice = ["--set", "kernel=linear", "--set", "kernel=gaussian"]
     assert "kernel is given twice" in fails(capsys, "condense", "digits", *twice, "--out", tmp_path / "run")
     assert "kernel is given twice" in fails(capsys, "sweep", "digits", *twice, "--dry-run")
+
+
+def test_a_value_may_hold_an_equals_sign():
+    assert assignments(["out=runs/lr=3/x", "kernel=polynomial:degree=2,c=1"]) == {
+        "out": "runs/lr=3/x",
+        "kernel": "polynomial:degree=2,c=1",
+    }
+    for two in ("lr=1,momentum=0", "lr=1 momentum=0", "lr=1, batch-real=3"):
+        with pytest.raises(M3DError, match="one name=value each"):
+            assignments([two])
 
 
 def test_a_folder_that_is_being_relabelled_is_held(capsys, finished, tmp_path):

@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional
 
 import m3d
+from m3d.earlier import completed
 from m3d.engine import condense
 from m3d.errors import Interrupted, M3DError
 from m3d.evaluation import make_protocol
@@ -231,7 +232,9 @@ def test_published_settings():
     assert [published(task(small, 10, i)).recount for i in (1, 10, 50)] == [100, 100, 500]
     assert [published(task(tiny_images, 200, i)).recount for i in (1, 10, 50)] == [100, 500, 1000]
     assert [published(task(large, 100, i)).recount for i in (1, 10, 50)] == [200, 1000, 500]
-    assert make_method("idm", task(large, 10, 1), {})[0].matching.pool.recipe.batch == 128
+    photos, said = make_method("idm", task(large, 10, 1), {})
+    assert photos.matching.pool.recipe.batch == said["train_batch"] == 128
+    assert completed({}, said) == {"train_batch": 256}  # of runs that were begun before there was the option
     assert published(task(small, 10, 1)).batch_real == 5000 and published(task(small, 10, 10)).batch_real == 256
     assert (
         published(task(small, 100, 1, 500)).batch_real == 500 and published(task(small, 10, 1, 9000)).batch_real == 5000
@@ -259,10 +262,11 @@ def test_published_settings():
 def test_options_reach_the_queue_and_m3d_changes_the_loss_alone():
     task = Task("any", (3, 32, 32), 10, 10)
     options = {"push_every": 7, "queue": 9, "train_steps": 4, "recount": 0, "ce_weight": 0.2, "batch_real": 8}
+    options["train_batch"] = 16
     own, swapped = (make_method("idm", task, {**options, "objective": o})[0] for o in ("dm", "m3d"))
     pool = own.matching.pool
     assert (pool.every, pool.capacity, pool.train_steps, pool.recount) == (7, 9, 4, 0)
-    assert own.matching.guide.weight == 0.2 and own.matching.batch_real == 8
+    assert own.matching.guide.weight == 0.2 and own.matching.batch_real == 8 and pool.recipe.batch == 16
     assert isinstance(swapped.matching.objective.terms[0].kernel, Gaussian)
     assert swapped.matching.objective.weights == [200.0]
     same = dataclasses.replace(swapped.matching, objective=own.matching.objective)

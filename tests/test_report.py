@@ -105,6 +105,9 @@ def test_settings_over_their_seeds():
     again = over_seeds([rows[0], _row(run="a", last=(54.0, 1.0)), rows[1]])[0]
     assert again["last"] == (52.0, 0.0) and again["n"] == "3 × 2"
     assert over_seeds([rows[0], _row(last=(54.0, 1.0))]) == [rows[0], _row(last=(54.0, 1.0))]
+    # A set made before there was an option says as much as one that names the value from before.
+    early, late = _row(), _row(seed=1, options={"lr": 1.0, "chroma": "full"})
+    assert len(over_seeds([early, late, _row(seed=2, options={"lr": 1.0, "chroma": "half"})])) == 2
     assert "seed" in table(rows) and "seed" not in table(rows[:1])
     assert "51.00 ± 1.41" in table(over_seeds(rows)) and "2 × 2" in table(over_seeds(rows), "csv")
 
@@ -120,6 +123,10 @@ def test_bars_say_what_tells_them_apart_and_the_title_what_they_share():
     assert captions(_row(ipc=10, net="vgg11"), _row())[1:] == ["m3d, IPC 10, vgg11", "m3d, IPC 1, convnet3"]
     assert captions(_row(), _row(run="b"))[1:] == ["m3d (a)", "m3d (b)"]
     assert captions(_row(), _row(last=None, soft_last=(1.0, None)))[1:] == ["m3d", "m3d, soft labels"]
+    means = [_row(seed="1, 2", run="2 seeds"), _row(seed="1, 2", method="dm", run="2 seeds")]
+    assert captions(*means) == ["digits, IPC 1, convnet3, quick/2, seeds 1, 2", "m3d", "dm"]
+    assert captions(means[0], _row(method="dm"))[1:] == ["m3d, seeds 1, 2", "dm, seed 0"]
+    assert "\n" in captions(_row(net="resnet10:width=64,norm=instance", protocol="paper/1000, batch 256 on val"))[0]
     # Training on the whole data has neither images per class nor a seed of a condensation.
     assert captions(_row(), _row(method="whole", ipc=None, seed=None))[1:] == ["m3d, IPC 1, seed 0", "whole"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 import m3d
 from m3d.arguments import numbers, values
 from m3d.cli import main
+from m3d.condensed import CondensedSet
 from m3d.errors import M3DError
 from m3d.evaluation import evaluate
 from m3d.grid.cells import Cell, Overrides, Source, cell_digest, set_name
@@ -280,6 +282,15 @@ def test_a_setting_measured_under_another_default_is_told_and_made_again_when_as
     left_out = "m3d: not ranked, as made under other defaults: 1 cell\n"
     assert code == 0 and err == told + left_out and "1 of 1 cells were finished before" in out and "rank" not in out
     assert lines(file) == [record]  # it stays until someone decides otherwise
+    # So is a cell made now of a set that was there before: here one whose record is lost.
+    file.unlink()
+    (condensed,) = (tmp_path / "out" / "runs").rglob("condensed.safetensors")
+    earlier = CondensedSet.load(condensed)
+    options = {**earlier.manifest["options"], "momentum": 0.9}
+    dataclasses.replace(earlier, manifest={**earlier.manifest, "options": options}).save(condensed)
+    (condensed.parent / "results.jsonl").unlink()
+    code, out, err = call(capsys, *arguments)
+    assert code == 0 and told in err and left_out in err and "finished before" not in out and len(lines(file)) == 1
     code, _, err = call(capsys, *arguments, "--again", "--json")
     assert code == 0 and err == "" and lines(file)[0]["condensation"][0]["options"]["momentum"] == 0.5
     code, _, err = call(capsys, *arguments, "--again", "--dry-run")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ import typer
 
 from m3d.errors import M3DError
 
+_ANOTHER = re.compile(r"[,\s]\s*[\w-]+\s*=")  # what looks like another option after a value
 _last_words: list[Callable[[], str]] = [lambda: "interrupted"]
 
 
@@ -77,7 +79,7 @@ def assignments(texts: list[str]) -> dict[str, str]:
         key = name.strip().replace("-", "_")
         if key in values:
             raise M3DError(f"--set {text}: {key} is given twice, and was {values[key]} before")
-        if "=" in value and ":" not in value:
+        if _ANOTHER.search(value) and ":" not in value:
             raise M3DError(f"--set {text!r}: one name=value each; give --set again for every option")
         values[key] = value.strip()
     return values

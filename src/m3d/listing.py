@@ -100,6 +100,7 @@ MEANINGS = {
     "syn_steps": "inner steps of training on the synthetic images",
     "third": "weight of the skewnesses",
     "train_images": "real images the network is trained on after each step",
+    "train_batch": "images in each training step of such a network",
     "train_before": "epochs of all real images that a network is trained for before its first step",
     "train_cutmix": "probability of CutMix in that training",
     "train_steps": "training steps of each network that learns after a step",

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import logging
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
@@ -14,6 +15,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from m3d.condensed import CondensedSet
+from m3d.earlier import comparable
 from m3d.errors import M3DError, unknown
 from m3d.evaluation import PROTOCOLS, make_protocol
 from m3d.run_folder import RunFolder
@@ -118,7 +120,8 @@ def over_seeds(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """
     settings: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
-        key = json.dumps([[row[name] for name in _SETTING], row["last"] is None], sort_keys=True, default=str)
+        same = {**{name: row[name] for name in _SETTING}, "options": comparable(row["options"])}
+        key = json.dumps([same, row["last"] is None], sort_keys=True, default=str)
         settings.setdefault(key, []).append(row)
     return [row for alike in settings.values() for row in _over_seeds(alike)]
 
@@ -235,7 +238,7 @@ def bar_chart(rows: Sequence[dict[str, Any]]) -> Figure:
         axes.text(mean + deviation + 0.8, place, f"{mean:.1f}", va="center", fontsize=8)
     title, labels = _captions(rows)
     axes.set_yticks(places, labels, fontsize=8)
-    axes.set_title(title, fontsize=9, loc="left")
+    axes.set_title(textwrap.fill(title, 66), fontsize=9, loc="left")  # about 14 letters to an inch, right of the names
     axes.invert_yaxis()
     axes.set_xlim(0, min(108, max(m + d for m, d in zip(means, deviations, strict=True)) * 1.12 + 2))
     axes.set_xlabel("accuracy after the last epoch, %")
@@ -249,10 +252,12 @@ def _captions(rows: Sequence[dict[str, Any]]) -> tuple[str, list[str]]:
     told = {"data": "{}", "ipc": "IPC {}", "net": "{}", "protocol": "{}", "seed": "seed {}"}
     several = {name for name in told if len({str(row[name]) for row in rows}) > 1}
     known = [{name: told[name].format(row[name]) for name in told if row[name] is not None} for row in rows]
-    for row, texts in zip(rows, known, strict=True):
-        if "," in str(row["seed"]):  # averaged over several
+    averaged = ["," in str(row["seed"]) for row in rows]
+    for row, texts, several_seeds in zip(rows, known, averaged, strict=True):
+        if several_seeds:
             texts["seed"] = f"seeds {row['seed']}"
-    title = ", ".join(text for name, text in known[0].items() if name not in several and name != "seed")
+    shared = {name: text for name, text in known[0].items() if name not in several and (name != "seed" or averaged[0])}
+    title = ", ".join(shared.values())
     labels = []
     for row, texts in zip(rows, known, strict=True):
         apart = [text for name, text in texts.items() if name in several]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,12 @@ from torch.nn import functional
 from m3d.errors import M3DError, unknown
 from m3d.normalise import Normalise
 
-_LARGEST_FACTOR = 16  # decoding takes factor² times a set's memory: a small file must not ask for all there is
+# Decoding takes factor² times a set's memory, and with halved colours twice that: a small file must not ask for all.
+_LARGEST_FACTOR = 16
+
+Upsample = Literal["bilinear", "bicubic"]
+Chroma = Literal["full", "half"]
+CHROMAS: tuple[str, ...] = get_args(Chroma)
 
 
 @dataclass(frozen=True)
@@ -138,7 +143,6 @@ class Tiles:
         return images[..., rows, :][..., columns]
 
 
-CHROMAS = ("full", "half")
 _LUMINANCE = (0.299, 0.587, 0.114)  # of red, green and blue, as in JPEG (ITU-R BT.601)
 _RED, _BLUE = 2 * (1 - _LUMINANCE[0]), 2 * (1 - _LUMINANCE[2])  # per unit of the red and the blue difference
 

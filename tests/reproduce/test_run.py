@@ -280,6 +280,9 @@ def test_sub_tasks_are_put_together(tiny):
     assert whole.images.shape[0] == 12 and whole.labels.tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
     assert torch.equal(whole.images[6:], sets[1].images) and len(whole.class_names) == 6
     assert whole.manifest["data"]["name"] == "both" and len(whole.manifest["data"]["parts"]) == 2
+    mosaics = m3d.condense(tiny, 2, "random", factor=2)
+    with pytest.raises(M3DError, match="'both' are stored in different ways"):
+        together([sets[0], mosaics], "both")
 
 
 def test_initial_images_are_where_the_methods_start(tmp_path):

@@ -168,7 +168,8 @@ def run(
         pace = Pace(job.cost, hands.width, sets_in(job.place.out))
         todo = [cell for cell in job.cells if job.journal.of(cell) is None]
         summary.skipped = len(job.cells) - len(todo)
-        _tell_outdated(job, listener)
+        for cell in job.cells:
+            _tell_if_outdated(job, cell, listener)
         left = list(todo)
 
         def begin(cell: Cell) -> None:
@@ -184,17 +185,17 @@ def run(
             summary.made += 1
             pace.took(attempt.cell, attempt.seconds)
             listener.done(attempt.cell, record)
+            _tell_if_outdated(job, attempt.cell, listener)  # its set may have been there before
         if stopping.is_set() and summary.made + len(summary.failed) < len(todo):
             raise Interrupted(summary.made, "cells")
     return summary
 
 
-def _tell_outdated(job: Job, listener: Listener) -> None:
-    """Say which finished cells were made with other settings than their methods would take today."""
-    if job.settings is None:
+def _tell_if_outdated(job: Job, cell: Cell, listener: Listener) -> None:
+    """Say where a finished cell was made with other settings than its method would take today."""
+    record = job.journal.of(cell)
+    if job.settings is None or record is None:
         return
-    for cell in job.cells:
-        record = job.journal.of(cell)
-        with suppress(M3DError):  # what cannot be made today cannot be compared, and is no reason to stop the others
-            if record and (changes := drift(cell, record, job.journal.overrides, job.settings)):
-                listener.outdated(cell, changes)
+    with suppress(M3DError):  # what cannot be made today cannot be compared, and is no reason to stop the others
+        if changes := drift(cell, record, job.journal.overrides, job.settings):
+            listener.outdated(cell, changes)

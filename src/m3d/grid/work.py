@@ -206,6 +206,9 @@ def forget(cells: Sequence[Cell], out: Path, overrides: Overrides) -> None:
 
 def together(parts: Sequence[CondensedSet], name: str) -> CondensedSet:
     """The sets of consecutive groups of classes as one set of all classes."""
+    stored = {part.tiles for part in parts}
+    if len(stored) > 1:
+        raise M3DError(f"the parts of {name!r} are stored in different ways: {', '.join(sorted(map(str, stored)))}")
     images = torch.cat([part.images for part in parts])
     before, labels = 0, []
     for part in parts:

@@ -10,11 +10,11 @@ from __future__ import annotations
 from m3d.method import Method
 from m3d.methods import METHODS, Task
 from m3d.select import ByFeatures, Features, RandomReal, herding, k_center
-from m3d.synth import Tiles
+from m3d.synth import Chroma, Tiles
 
 
 @METHODS.register("random", paper="baseline", equation="none", cost="none")
-def random(task: Task, *, factor: int = 1, chroma: str = "full") -> Method:
+def random(task: Task, *, factor: int = 1, chroma: Chroma = "full") -> Method:
     """Random real images of each class, kept as they are."""
     return Method(init=RandomReal(), tiles=Tiles(factor, chroma=chroma))
 
@@ -24,7 +24,7 @@ def herding_coreset(
     task: Task,
     *,
     factor: int = 1,
-    chroma: str = "full",
+    chroma: Chroma = "full",
     features: Features = "network",
     network: str = "convnet3",
     epochs: int = 20,
@@ -38,7 +38,7 @@ def k_center_coreset(
     task: Task,
     *,
     factor: int = 1,
-    chroma: str = "full",
+    chroma: Chroma = "full",
     features: Features = "network",
     network: str = "convnet3",
     epochs: int = 20,

@@ -61,6 +61,7 @@ class Settings(NamedTuple):
     train_steps: int
     batch_real: int
     recount: int
+    train_batch: int = 256
 
 
 def published(task: Task) -> Settings:
@@ -73,7 +74,7 @@ def published(task: Task) -> Settings:
     few, large = ipc < 10, ipc >= 50
     if side >= 128:
         recount = 200 if few else 500 if large else 1000
-        return Settings("convnet6", 3.0, 50, 100 if large else 50, 10, 128, recount)
+        return Settings("convnet6", 3.0, 50, 100 if large else 50, 10, 128, recount, train_batch=128)
     if side >= 64:
         recount = 100 if few else 1000 if large else 500
         return Settings("convnet3", 0.8 if large else 0.5, 30, 100, 50 if large else 10, 256, recount)
@@ -100,6 +101,7 @@ def idm(
     push_every: int | None = None,
     queue: int | None = None,
     train_steps: int | None = None,
+    train_batch: int | None = None,
     recount: int | None = None,
     batch_real: int | None = None,
     batch_syn_max: int = 200,
@@ -110,9 +112,9 @@ def idm(
     m3d_weight: float = 200.0,
 ) -> Method:
     """Match mean representations under networks trained on real images, which must recognise the synthetic ones."""
-    known, photos = published(task), min(task.shape[1:]) >= 128
+    known = published(task)
     given: dict[str, Any] = {"ce_weight": ce_weight, "push_every": push_every, "queue": queue}
-    given |= {"train_steps": train_steps, "recount": recount, "batch_real": batch_real}
+    given |= {"train_steps": train_steps, "train_batch": train_batch, "recount": recount, "batch_real": batch_real}
     known = known._replace(**{name: value for name, value in given.items() if value is not None})
     operations = Augment.any_one(task.mirror) if augment is None else Augment.parse(augment)
     loss: Objective[Seen] = m3d_weight * MMD(Gaussian()) if objective == "m3d" else MMD(Linear())
@@ -123,7 +125,7 @@ def idm(
         matching=Matching(
             steps=steps,
             pool=Queue(
-                recipe=Recipe(epochs=1, batch=128 if photos else 256, lr=0.01),
+                recipe=Recipe(epochs=1, batch=known.train_batch, lr=0.01),
                 every=known.push_every,
                 capacity=known.queue,
                 train_steps=known.train_steps,

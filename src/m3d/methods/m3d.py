@@ -34,7 +34,7 @@ from m3d.objectives.features import MMD
 from m3d.players import Descent
 from m3d.pools import Fresh
 from m3d.select import make_init
-from m3d.synth import Tiles
+from m3d.synth import Chroma, Tiles, Upsample
 
 
 def size_rate(shape: tuple[int, int, int]) -> float:
@@ -57,7 +57,7 @@ class Own(NamedTuple):
     """What a method takes where nothing else was said."""
 
     factor: int
-    upsample: str
+    upsample: Upsample
     augment: str
 
 
@@ -78,8 +78,8 @@ def m3d(
     lr: float | None = None,
     momentum: float = 0.5,
     factor: int | None = None,
-    upsample: str | None = None,
-    chroma: str = "full",
+    upsample: Upsample | None = None,
+    chroma: Chroma = "full",
     kernel: str = "gaussian",
     ipm: int = 5,
     batch_real: int = 128,

@@ -31,7 +31,7 @@ from m3d.players import Descent
 from m3d.pools.pretrained import Pretrained, default_batch, encoder_recipe
 from m3d.probes import Forward
 from m3d.select import make_init
-from m3d.synth import Tiles
+from m3d.synth import Chroma, Tiles, Upsample
 from m3d.types import Seen
 
 
@@ -55,8 +55,8 @@ def plus(
     decay: float = 1.0,
     average_from: float = 0.8,
     factor: int | None = None,
-    upsample: str | None = None,
-    chroma: str | None = None,
+    upsample: Upsample | None = None,
+    chroma: Chroma | None = None,
     kernel: str = "gaussian",
     layers: int = 0,
     layer_weight: float = 1.0,
@@ -125,7 +125,7 @@ def _factor(task: Task, found: _Found) -> int:
     return found.factor if usual == 2 and not grey else usual
 
 
-def _chroma(task: Task, factor: int) -> str:
+def _chroma(task: Task, factor: int) -> Chroma:
     """Half wherever images that are cut up at all can be stored so, and each cell can start from another real one."""
     halved = Tiles(factor, chroma="half")
     enough = task.smallest is None or task.smallest >= task.ipc * halved.cells

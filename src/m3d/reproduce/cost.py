@@ -1,11 +1,11 @@
-"""How long a cell takes and how much memory, before it is run: a rule of three from a few measured figures.
+"""How long a cell takes and how much memory, before it is run: a rule of three from measured runs.
 
-Measured on one H200 at CIFAR-10, IPC 10 (LAB.md): a step of M3D, 1.35 ms and 0.76 GiB, sends 128 real images of each of
-10 classes forward and 40 synthetic ones forward and back; the evaluation trains 10 networks for 1,000 epochs on 400
-images in 9 s. Everything is taken to grow with classes × images × pixels, where an image that is also sent back counts
-three times. Memory is that of all classes at once; where it is short, a step takes fewer at a time. What has not been
-measured (other networks, methods that train networks between steps) is a guess, and marked so below; the time left that
-a run shows corrects itself by what its own cells took.
+Measured on one H200, CIFAR-10, ConvNet-3 (results/reproduce, benchmarks/results, LAB.md): what a step of each method
+takes with one and with ten images per class, what training a network on the real data takes, and what evaluating takes.
+A step is taken to grow with classes × images × pixels, where an image that is also sent back counts three times; the
+rest with networks × epochs × images × pixels. Memory is that of all classes at once; where it is short, a step takes
+fewer at a time. Other networks are guesses from their layers, but for what is marked; the time left that a run shows
+corrects itself by what its own cells took. A test holds the estimates against the recorded runs.
 """
 
 from __future__ import annotations
@@ -16,45 +16,70 @@ from m3d.grid.cells import WHOLE, Cell, Overrides, Source, set_name
 from m3d.reproduce.cells import FACTS, Facts
 
 MEASURED_ON = "one H200"
-STEP_SECONDS = 1.35e-3
-STEP_BYTES = 0.76 * 2**30
-EVALUATION_SECONDS = 9.0
-START_SECONDS = 8.0  # data, libraries' choices and recording, with a warm cache
-_STEP_WORK = 10 * (128 + 3 * 40) * 32 * 32  # classes × images × pixels of the measured step
-_EVALUATION_WORK = 10 * 1000 * 400 * 32 * 32  # networks × epochs × images × pixels of the measured evaluation
+START_SECONDS = 4.0  # data, libraries' choices and recording, with a warm cache
+_AT = FACTS["cifar10"]
+_PIXELS = _AT.shape[1] * _AT.shape[2]
 _LEAST = 0.2  # of a measured step or epoch: what small work takes however small it is
 
+# Milliseconds of a step with one and with ten images per class.
+_STEP = {
+    "m3d": (0.9, 1.3),
+    "m3d+": (1.6, 2.5),
+    "dm": (1.4, 1.5),
+    "dance": (1.2, 1.9),
+    "ncfm": (3.3, 4.7),
+    "dsdm": (3.0, 4.0),  # a guess
+    "datadam": (1.2, 1.6),
+    "idm": (36.0, 12.0),
+    "cafe": (27.0, 42.0),
+    "cafe-dsa": (56.0, 42.0),
+    "dc": (4.8, 27.7),
+    "dsa": (5.9, 29.0),
+    "idc": (9.7, 31.8),
+    "idc-i": (9.7, 31.8),  # taken to be IDC's
+    "mtt": (91.0, 183.0),
+}
+_REAL = {"m3d": 128, "m3d+": 128, "dance": 128, "ncfm": 128, "idc": 64, "idc-i": 64, "datadam": 64, "mtt": 0}
+_REAL_OTHERS, _REAL_IDM_ONE = 256, 5000
+_SYNTHETIC = {"idc": 128, "idc-i": 128, "dsdm": 256}  # decoded ones per class and step, at most
+_SYNTHETIC_OTHERS = 200
+# Networks and their epochs on the real data before the first step, and the options that change them.
+_BEFORE = {
+    "m3d+": (5, 20, "encoders", "encoder_epochs"),
+    "dance": (5, 60, "encoders", "encoder_epochs"),
+    "ncfm": (5, 60, "encoders", "encoder_epochs"),
+    "dsdm": (10, 20, "encoders", "encoder_epochs"),
+    "mtt": (100, 50, "experts", "expert_epochs"),
+    "herding": (1, 20, "", "epochs"),
+    "k-center": (1, 20, "", "epochs"),
+}
+_TRAINED_SECONDS = {"mtt": 6.0e-6}  # of an image in such an epoch: one augmentation after the other, in TF32
+_TRAINED_OTHERS = 1.6e-6
+_TRAINED_BYTES = 2.7 * 2**30  # of five networks that see 512 images each
+
+_REAL_BYTES, _SYNTHETIC_BYTES = 0.12 * 2**20, 0.43 * 2**20  # of an image in a step
+# Of other steps in units of M3D's for as many images: what is differentiated twice or asked beside keeps its maps too.
+_MEMORY = {
+    "idc": 10.0,
+    "idc-i": 10.0,
+    "dc": 4.0,
+    "dsa": 4.0,
+    "cafe": 15.0,
+    "cafe-dsa": 15.0,
+    "mtt": 320.0,
+    "datadam": 5.0,
+}
+
+_EVALUATION_START, _EVALUATION_SECONDS = 2.0, 2.0e-6  # of a network, and of an image in one of its epochs
+_BATCH_NORM = 8.0  # ConvNet-3 with it, in units of instance norm's, which has kernels of its own; measured
+_EVALUATION_BYTES = 0.7 * 2**30
+_MOMENTS_SECONDS = 4e-7  # of an image through one encoder; a guess
+
 # A network's arithmetic and memory per pixel in units of ConvNet-3's: guesses from their layers.
-_NETS = {"resnet10": 4.0, "densenet121": 12.0, "resnetap10": 0.7}
+_NETS = {"resnet10": 4.0, "densenet121": 12.0, "resnetap10": 1.0}
 # Its time where ConvNet-3 has kernels of its own, which is not where gradients are matched. Measured (LAB.md).
 _SLOWER = {"resnetap10": 3.8}
 _GRADIENTS = ("dc", "dsa", "idc", "idc-i", "mtt")
-# A step's cost in units of M3D's for as many images. Those of DM, M3D+, CAFE, DC, DSA, IDC and MTT are of measured runs
-# (results/reproduce/methods.jsonl, LAB.md): DM and M3D+ draw a new encoder every step, and M3D+ shows the synthetic
-# images to a second one; gradient matching differentiates twice and trains networks in between, MTT unrolls fifty steps
-# of training. Those of IDM, DSDM and NCFM are guesses.
-_METHODS = {
-    "dm": 1.5,
-    "dc": 28.0,
-    "dsa": 28.0,
-    "idc": 60.0,
-    "idc-i": 60.0,
-    "idm": 6.0,
-    "cafe": 17.0,
-    "cafe-dsa": 17.0,
-    "mtt": 58.0,
-    "m3d+": 1.4,
-    "dsdm": 2.0,
-    "ncfm": 2.5,
-}
-_REAL = {
-    "m3d": 128,
-    "m3d+": 128,
-    "dance": 128,
-    "ncfm": 128,
-    "idc": 64,
-    "idc-i": 64,
-}  # real images per class and step; others 256
 _EPOCHS = {
     "paper": 1000,
     "dsa": 1000,
@@ -68,7 +93,6 @@ _EPOCHS = {
     "imagenet": 1000,
     "imagenet100": 600,
 }
-_SELECTION_SECONDS = 30.0  # training the network whose representation herding and k-center choose by; a guess
 
 
 class Estimate(NamedTuple):
@@ -93,25 +117,51 @@ def estimate(cell: Cell, overrides: Overrides, made: set[str] | None = None) -> 
         total += evaluating(cell, overrides)
     if "moments" in cell.measures:  # every training image once through each of ten encoders
         facts = FACTS[cell.tested_on]
-        total += Estimate(10 * facts.train * _pixels(facts) * STEP_SECONDS / _STEP_WORK, STEP_BYTES)
+        total += Estimate(10 * facts.train * _size(facts) * _MOMENTS_SECONDS, _EVALUATION_BYTES)
     return total
 
 
 def condensing(source: Source) -> Estimate:
-    """What making a set takes."""
+    """What making a set takes, with the training of networks that it rests on."""
     facts = FACTS[source.data]
-    held = facts.train * _pixels(facts) * facts.shape[0]
+    held = facts.train * facts.shape[0] * facts.shape[1] * facts.shape[2]
     if source.method == WHOLE:
         return Estimate(START_SECONDS, held)
+    seconds, memory = _before(source, facts)
     if source.steps == 0:
-        return Estimate(5.0 if source.method == "random" else _SELECTION_SECONDS, held)
-    real = _REAL.get(source.method, 256)
-    synthetic = min(200, decoded(source))
-    work = facts.classes * (real + 3 * synthetic) * _pixels(facts) / _STEP_WORK
+        return Estimate(1.0 + seconds, held + memory)
+    real, synthetic = _real(source, facts), min(_SYNTHETIC.get(source.method, _SYNTHETIC_OTHERS), decoded(source))
     of_net = _net(source.net) if source.method in _GRADIENTS else _slower(source.net)
-    multiple = _METHODS.get(source.method, 1.0)
-    seconds = START_SECONDS + source.steps * STEP_SECONDS * max(work * of_net, _LEAST) * multiple
-    return Estimate(seconds, held + STEP_BYTES * work * _net(source.net))
+    seconds += START_SECONDS + source.steps * 1e-3 * _step(source, facts, real, synthetic) * of_net
+    images = facts.classes * (real * _REAL_BYTES + synthetic * _SYNTHETIC_BYTES) * _size(facts)
+    return Estimate(seconds, held + max(memory, images * _net(source.net) * _MEMORY.get(source.method, 1.0)))
+
+
+def _step(source: Source, facts: Facts, real: int, synthetic: int) -> float:
+    """Milliseconds of a step: the measured ones with as many images per class or the next fewer, by the work."""
+    few = source.ipc < 10
+    like = Source("cifar10", 1 if few else 10, source.method)
+    measured_work = _AT.classes * (_real(like, _AT) + 3 * decoded(like))
+    work = facts.classes * (real + 3 * synthetic) * _size(facts)
+    return _STEP[source.method][0 if few else 1] * max(work / measured_work, _LEAST)
+
+
+def _real(source: Source, facts: Facts) -> int:
+    """Real images of a class in a step."""
+    if source.method == "idm" and source.ipc < 10:
+        return min(_REAL_IDM_ONE, facts.train // facts.classes)
+    return _REAL.get(source.method, _REAL_OTHERS)
+
+
+def _before(source: Source, facts: Facts) -> Estimate:
+    """What training networks on the real data takes before the first step."""
+    if source.method not in _BEFORE:
+        return Estimate(0.0, 0.0)
+    networks, epochs, how_many, how_long = _BEFORE[source.method]
+    given = dict(source.options)
+    passes = int(given.get(how_many) or networks) * int(given.get(how_long) or epochs) * facts.train * _size(facts)
+    seconds = passes * _TRAINED_SECONDS.get(source.method, _TRAINED_OTHERS) * _slower(source.net)
+    return Estimate(seconds, _TRAINED_BYTES * min(1.0, networks / 5) * _net(source.net) * _size(facts))
 
 
 def evaluating(cell: Cell, overrides: Overrides) -> Estimate:
@@ -121,9 +171,10 @@ def evaluating(cell: Cell, overrides: Overrides) -> Estimate:
     epochs = cell.epochs or _EPOCHS[cell.protocol]
     epochs = epochs if overrides.epochs is None else min(epochs, overrides.epochs)
     images = facts.train if source.method == WHOLE else facts.classes * decoded(source)
-    work = overrides.repeats_of(cell) * epochs * images * _pixels(facts) * _slower(cell.net) / _EVALUATION_WORK
-    held = facts.test * _pixels(facts) * facts.shape[0]
-    return Estimate(5.0 + EVALUATION_SECONDS * work, held + STEP_BYTES * _net(cell.net) * _pixels(facts) / 1024)
+    slower = _BATCH_NORM if cell.net == "convnet3:norm=batch" else _slower(cell.net)
+    seconds = overrides.repeats_of(cell) * epochs * images * _size(facts) * _EVALUATION_SECONDS * slower
+    held = facts.test * facts.shape[0] * facts.shape[1] * facts.shape[2]
+    return Estimate(_EVALUATION_START + seconds, held + _EVALUATION_BYTES * _net(cell.net) * _size(facts))
 
 
 def decoded(source: Source) -> int:
@@ -150,8 +201,9 @@ def factor(source: Source) -> int:
     return 4 if (source.method, source.ipc) == ("m3d+", 1) and coloured else 2
 
 
-def _pixels(facts: Facts) -> int:
-    return facts.shape[1] * facts.shape[2]
+def _size(facts: Facts) -> float:
+    """Pixels of an image in units of CIFAR-10's."""
+    return facts.shape[1] * facts.shape[2] / _PIXELS
 
 
 def _net(spec: str | None) -> float:
