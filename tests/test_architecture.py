@@ -138,7 +138,7 @@ def test_the_dependency_rules_hold():
 
 # What the engine may know of the parts: their protocols, and what a method's record reads where it says nothing.
 PROTOCOLS = {"Guide", "Init", "Kernel", "LivePlayer", "LivePool", "Objective", "Player", "Pool", "Probe", "World"}
-DEFAULTS = {"method.py": {"Forward"}}
+DEFAULTS = {"method.py": {"Forward"}, "prepare.py": {"Task"}}  # and whoever builds a method tells it the task
 PARTS = ("kernels", "objectives", "pools", "players", "guides", "probes", "unroll", "select", "methods")
 
 
@@ -152,7 +152,7 @@ def test_the_engine_names_no_method_and_no_concrete_part():
     } - PROTOCOLS
     assert {"MMD", "Fresh", "Descent", "RandomReal", "Gradient", "Unroll"} <= concrete and len(concrete) > 40
     assert len(METHODS.names()) == 18
-    for name in ("engine.py", "step.py", "method.py", "course.py", "watch.py"):
+    for name in ("engine.py", "step.py", "method.py", "prepare.py", "course.py", "watch.py"):
         words: set[str] = set()
         for node in ast.walk(ast.parse((ROOT / name).read_text())):
             words |= {str(getattr(node, field)) for field in ("id", "attr", "name", "value") if hasattr(node, field)}

@@ -38,6 +38,7 @@ def test_every_option_of_everything_has_a_meaning():
         (["condense", "digits", "--set", "lr=fast"], "lr='fast'"),
         (["condense", "digits", "--set", "lr=1,momentum=0"], "give --set again for every option"),
         (["condense", "digits", "--expert-epochs", "3"], "of the method: --set expert_epochs=VALUE"),
+        (["condense", "digits", "--init", "herding"], "of the method: --set init=VALUE"),  # though --net is like it
         (["sweep", "digits", "--encoders", "2"], "of the method: --set encoders=VALUE"),
         (["condense", "digits", "--set", "lr=nan"], "lr='nan'"),
         (["condense", "digits", "--lr", "-1"], "lr=-1.0"),

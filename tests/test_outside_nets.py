@@ -145,6 +145,14 @@ def test_what_cannot_be_used_is_named(timm, name, message):
         make_net(f"timm:{name}", (3, 8, 8), 5)
 
 
+def test_a_timm_that_does_not_go_with_this_pytorch_is_told(monkeypatch, tmp_path):
+    (tmp_path / "timm.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "timm", raising=False)
+    with pytest.raises(m3d.M3DError, match=r"timm:small: timm is installed but cannot be imported: operator torch"):
+        make_net("timm:small", (3, 8, 8), 5)
+
+
 def test_parameters_without_a_law_are_refused(timm):
     with pytest.raises(m3d.M3DError, match="no initialisation is known for the parameters of Imitation"):
         FlatNet(make_net("timm:embedding", (3, 8, 8), 5))

@@ -164,12 +164,17 @@ def refused_value(error: Any, arguments: list[str]) -> str:
 
 
 def usage_hint(error: Any) -> str:
-    """Where to read on; of an option that is not like any of the command's, how one of the method's would be given."""
+    """Where to read on; of an option of a method, or one that is not like any of the command's, how it is given."""
     context = getattr(error, "ctx", None)
     if context is None:
         return ""
     hint = f" (see '{context.command_path} --help')"
     unknown, alike = getattr(error, "option_name", None), getattr(error, "possibilities", None)
-    if isinstance(unknown, str) and not alike and any("--set" in param.opts for param in context.command.params):
-        hint += f"; if it is an option of the method: --set {unknown.lstrip('-').replace('-', '_')}=VALUE"
+    if not isinstance(unknown, str) or not any("--set" in param.opts for param in context.command.params):
+        return hint
+    name = unknown.lstrip("-").replace("-", "_")
+    from m3d.listing import MEANINGS  # late: it imports PyTorch, which a mistake may wait for and nothing else should
+
+    if not alike or name in MEANINGS:
+        hint += f"; if it is an option of the method: --set {name}=VALUE"
     return hint

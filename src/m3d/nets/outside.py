@@ -45,7 +45,9 @@ def timm_net(shape: tuple[int, int, int], classes: int, name: str) -> Single:
     try:
         import timm
     except ImportError as error:
-        raise M3DError(f"timm:{name} needs the library timm, which is not installed: pip install timm") from error
+        raise M3DError(f"timm:{name} needs the library timm, which is not installed ({error}): pip install timm") from error
+    except Exception as error:  # installed, but not for this PyTorch: torchvision says so by a RuntimeError
+        raise M3DError(f"timm:{name}: timm is installed but cannot be imported: {error}") from error
     try:
         model = timm.create_model(name, pretrained=False, num_classes=classes, in_chans=shape[0])
     except Exception as error:  # an unknown name, or a model that does not take these arguments
