@@ -131,6 +131,19 @@ def test_bars_say_what_tells_them_apart_and_the_title_what_they_share():
     assert captions(_row(), _row(method="whole", ipc=None, seed=None))[1:] == ["m3d, IPC 1, seed 0", "whole"]
 
 
+def test_variants_of_a_method_are_told_apart_by_their_options():
+    plain, other = {"lr": 1.0, "objective": "dm"}, {"lr": 1.0, "objective": "m3d", "chroma": "full"}
+    rows = [_row(method="dm", options=o, run=f"r{i}") for i, o in enumerate((plain, other, other))]
+    text = table(rows, "markdown")
+    assert "| dm objective=dm |" in text and text.count("| dm objective=m3d |") == 2 and "lr=" not in text
+    assert [label.get_text() for label in bar_chart(rows[:2]).axes[0].get_yticklabels()] == [
+        "dm objective=dm",
+        "dm objective=m3d",
+    ]
+    assert "| dm |" in table(rows[:1], "markdown") and "| dm |" in table([rows[0], _row(ipc=10)], "markdown")
+    assert [line["method"] for line in csv.DictReader(io.StringIO(table(rows, "csv")))] == ["dm"] * 3
+
+
 def test_compare_over_seeds_from_the_command_line(runs, capsys):
     import m3d
     from m3d.evaluation import make_protocol

@@ -188,7 +188,8 @@ def table(rows: Sequence[dict[str, Any]], form: str = "text") -> str:
         raise unknown("table format", form, FORMATS)
     sign = r" $\pm$ " if form == "latex" else " ± "
     columns = columns_of(rows)
-    cells = [[_cell(row[column], sign, form) for column in columns] for row in rows]
+    told = rows if form == "csv" else [row | {"method": name} for row, name in zip(rows, _apart(rows), strict=True)]
+    cells = [[_cell(row[column], sign, form) for column in columns] for row in told]
     titles = [column.replace("_", " ") for column in columns]
     if form == "csv":
         buffer = io.StringIO()
@@ -210,6 +211,19 @@ def table(rows: Sequence[dict[str, Any]], form: str = "text") -> str:
     return "".join(
         "  ".join(v.ljust(w) for v, w in zip(line, widths, strict=True)).rstrip() + "\n" for line in [titles, *cells]
     )
+
+
+def _apart(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Each row's method, with the options in which it differs from other rows of its method, data and IPC."""
+    peers: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        peers.setdefault((row["method"], row["data"], row["ipc"]), []).append(comparable(row["options"]))
+    names = []
+    for row in rows:
+        alike = peers[row["method"], row["data"], row["ipc"]]
+        differing = [name for name in row["options"] if len({str(options.get(name)) for options in alike}) > 1]
+        names.append(" ".join([row["method"], *(f"{name}={row['options'][name]}" for name in differing)]))
+    return names
 
 
 def _cell(value: Any, sign: str, form: str) -> str:
@@ -259,9 +273,9 @@ def _captions(rows: Sequence[dict[str, Any]]) -> tuple[str, list[str]]:
     shared = {name: text for name, text in known[0].items() if name not in several and (name != "seed" or averaged[0])}
     title = ", ".join(shared.values())
     labels = []
-    for row, texts in zip(rows, known, strict=True):
+    for name, row, texts in zip(_apart(rows), rows, known, strict=True):
         apart = [text for name, text in texts.items() if name in several]
-        labels.append(", ".join([row["method"], *apart, *([] if row["last"] else ["soft labels"])]))
+        labels.append(", ".join([name, *apart, *([] if row["last"] else ["soft labels"])]))
     return title, [
         f"{text} ({row['run']})" if labels.count(text) > 1 else text for text, row in zip(labels, rows, strict=True)
     ]

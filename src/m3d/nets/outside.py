@@ -45,7 +45,7 @@ def timm_net(shape: tuple[int, int, int], classes: int, name: str) -> Single:
     try:
         import timm
     except ImportError as error:
-        raise M3DError(f"timm:{name} needs the library timm, which is not installed ({error}): pip install timm") from error
+        raise M3DError(f"timm:{name} needs the library timm, not installed here ({error}): pip install timm") from error
     except Exception as error:  # installed, but not for this PyTorch: torchvision says so by a RuntimeError
         raise M3DError(f"timm:{name}: timm is installed but cannot be imported: {error}") from error
     try:
