@@ -1,8 +1,16 @@
 """Coresets: real images kept as they are. A selection is an initialisation with no step after it.
 
 ``random`` is the baseline every method must beat. ``herding`` (Welling, 2009) and ``k-center`` (Gonzalez, 1985; Sener &
-Savarese, 2018) choose from the representation of a network trained on the whole data (kept in a cache), or from pixels.
+Savarese, 2018) choose from the representation f of a network trained on the whole data (kept in a cache), or from
+pixels. Of a class with mean μ, when k images are chosen, the next one is
+
+    herding:   argmin_x ‖f(x) − ((k + 1) · μ − Σ_chosen f)‖
+    k-center:  argmax_x min_chosen ‖f(x) − f(chosen)‖,   the first one argmin_x ‖f(x) − μ‖
+
 Herding takes the point *nearest* to what is missing to the class mean; some public code takes the farthest.
+
+Departures: the publications in this field train their network to the end and name no number of epochs; ours has 20
+(``epochs``), and its representation is the classifier's input. With one image per class both rules choose the same.
 """
 
 from __future__ import annotations

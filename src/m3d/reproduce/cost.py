@@ -138,12 +138,15 @@ def condensing(source: Source) -> Estimate:
 
 
 def _step(source: Source, facts: Facts, real: int, synthetic: int) -> float:
-    """Milliseconds of a step: the measured ones with as many images per class or the next fewer, by the work."""
+    """Milliseconds of a step: the measured ones with as many images per class or the next fewer, by the work.
+
+    A method that has not been measured is taken to be like M3D.
+    """
     few = source.ipc < 10
     like = Source("cifar10", 1 if few else 10, source.method)
     measured_work = _AT.classes * (_real(like, _AT) + 3 * decoded(like))
     work = facts.classes * (real + 3 * synthetic) * _size(facts)
-    return _STEP[source.method][0 if few else 1] * max(work / measured_work, _LEAST)
+    return _STEP.get(source.method, _STEP["m3d"])[0 if few else 1] * max(work / measured_work, _LEAST)
 
 
 def _real(source: Source, facts: Facts) -> int:

@@ -22,6 +22,7 @@ class Rival:
     zca: bool = False
     always: Options = ()  # settings at every size
     variant: str = ""  # what its cells' names add to the method's, where it stands here twice
+    ipcs: tuple[int, ...] = (1, 10)
 
     @property
     def name(self) -> str:
@@ -40,9 +41,11 @@ _RIVALS = (
     Rival("Herding", "herding", "dc"),
     Rival("K-Center", "k-center", "dc"),
     Rival("IDM", "idm", "idm", {1: (("steps", 2_000),), 10: (("steps", 5_000),)}),
+    Rival("IDM, all steps", "idm", "idm", variant="whole", ipcs=(10,)),
     Rival("DSA", "dsa", "dsa"),
     Rival("DC", "dc", "dc"),
     Rival("CAFE", "cafe", "cafe", {1: (("steps", 5_000),), 10: (("steps", 2_500),)}),
+    Rival("CAFE, all steps", "cafe", "cafe", variant="whole", ipcs=(1,)),
     Rival("CAFE+DSA", "cafe-dsa", "dsa", {1: (("steps", 2_500),), 10: (("steps", 2_500),)}),
     Rival("IDC", "idc", "paper", {1: (("steps", 5_000),), 10: (("steps", 5_000),)}),
     Rival("M3D+", "m3d+", "paper"),
@@ -56,7 +59,7 @@ _RIVALS = (
 
 
 def methods() -> Plan:
-    each = [(rival, ipc) for rival in _RIVALS for ipc in (1, 10)]
+    each = [(rival, ipc) for rival in _RIVALS for ipc in rival.ipcs]
     own = [_cell(rival, ipc, "own", rival.protocol, rival.net) for rival, ipc in each]
     same = [_cell(rival, ipc, "paper", "paper", "convnet3") for rival, ipc in each]
     columns = tuple(Column(f"IPC {ipc}, {which}", f"{ipc}, {which}") for which in ("own", "paper") for ipc in (1, 10))
