@@ -269,6 +269,24 @@ def test_of_several_methods_each_takes_the_options_it_has(capsys, tiny_file, tmp
     assert code == 2 and "unknown option of m3d 'larning'" in err
 
 
+def test_values_that_are_varied_are_tried_one_at_a_time(capsys, tiny_file, tmp_path):
+    words = ["sweep", tiny_file, "--method", "m3d,random", "--ipc", 1, "--set", "steps=3,4", "--net", NET, *QUICK]
+    words += ["--vary", "lr=1,2", "--vary", "momentum=0", "--out", tmp_path / "out", "--dry-run"]
+    code, out, _ = call(capsys, *words, "--json")
+    tried = [row["cell"].split("/")[2].removeprefix("m3d:") for row in json.loads(out)]
+    around = ["", "lr=1.0,", "lr=2.0,", "momentum=0.0,"]
+    assert code == 0 and tried == [*(f"{other}steps={n}" for n in (3, 4) for other in around), "random"]
+    for extra, message in (
+        (["--vary", "steps=5"], "--vary steps: --set gives it too"),
+        (["--vary", "lr"], "--vary 'lr': expected name=value"),
+        (["--vary", "lr=3"], "--vary lr=3: lr is given twice"),
+        (["--vary", "larning=3"], "unknown option of m3d 'larning'"),
+        (["--vary", "factor=99"], "factor=99 is not valid"),
+    ):
+        code, _, err = call(capsys, *words, *extra)
+        assert code == 2 and message in err, err
+
+
 def test_a_setting_measured_under_another_default_is_told_and_made_again_when_asked(capsys, tiny_file, tmp_path):
     grid = ["--ipc", 1, "--set", "steps=3", "--set", "batch_real=4", "--net", NET]
     arguments = ["sweep", tiny_file, *grid, *QUICK, "--out", tmp_path / "out"]

@@ -70,17 +70,18 @@ def one_process_unless(shared: bool) -> None:
         raise M3DError(f"torchrun started {world} processes (WORLD_SIZE), but only 'm3d condense' shares its work")
 
 
-def assignments(texts: list[str]) -> dict[str, str]:
+def assignments(texts: list[str], option: str = "--set") -> dict[str, str]:
+    """The ``name=value``s that were typed after ``option``."""
     values: dict[str, str] = {}
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals or not name.strip():
-            raise M3DError(f"--set {text!r}: expected name=value")
+            raise M3DError(f"{option} {text!r}: expected name=value")
         key = name.strip().replace("-", "_")
         if key in values:
-            raise M3DError(f"--set {text}: {key} is given twice, and was {values[key]} before")
+            raise M3DError(f"{option} {text}: {key} is given twice, and was {values[key]} before")
         if _ANOTHER.search(value) and ":" not in value:
-            raise M3DError(f"--set {text!r}: one name=value each; give --set again for every option")
+            raise M3DError(f"{option} {text!r}: one name=value each; give {option} again for every option")
         values[key] = value.strip()
     return values
 

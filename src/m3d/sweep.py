@@ -59,7 +59,8 @@ class Sweep:
     data: str
     methods: Sequence[str]
     ipcs: Sequence[int]
-    options: Sequence[tuple[str, Sequence[str]]]  # of each option its values, as they were typed
+    options: Sequence[tuple[str, Sequence[str]]]  # of each option its values, as they were typed; all are combined
+    vary: Sequence[tuple[str, Sequence[str]]] = ()  # the same, but tried one at a time around all the rest
     seeds: Sequence[int] = (0,)
     net: str | None = None  # that images are matched through; None: the method's own
     measured: Measured = field(default_factory=Measured)
@@ -67,6 +68,10 @@ class Sweep:
     zca: bool = False
     final: bool = False  # on the test data, with all training data
     overrides: Overrides = field(default_factory=Overrides)  # precision and determinism
+
+    def __post_init__(self) -> None:
+        for name in {name for name, _ in self.options} & {name for name, _ in self.vary}:
+            raise M3DError(f"--vary {name}: --set gives it too; give its values to one of them")
 
     @property
     def split(self) -> str:
@@ -85,7 +90,8 @@ class Sweep:
         common: dict[str, Any] = {"net": self.net, "device": device, "precision": precision}
         settings: dict[Setting, None] = {}  # a value that was given twice is one setting
         for method, ipc in product(self.methods, self.ipcs):
-            for given in product(*self._axes(method)):
+            for combined, alone in product(product(*self._axes(method, self.options)), self._alone(method)):
+                given = (*combined, *alone)
                 known: dict[str, Any] = api.check(data, ipc, method, **common, **dict(given))
                 chosen = tuple(sorted((name, known[name]) for name, _ in given))
                 settings[Setting(canonical(method), ipc, chosen)] = None
@@ -93,15 +99,17 @@ class Sweep:
             raise M3DError(f"--final measures one setting that was chosen before, and these are {len(settings)}")
         return {s: [self._cell(s, seed, data) for seed in dict.fromkeys(self.seeds)] for s in settings}
 
-    def _axes(self, method: str) -> list[list[tuple[str, str]]]:
-        """The (option, value)s to combine: of several methods each takes the options it has, so that a selection
-        without a learning rate can stand beside methods that have one. What none has is left in, and refused later."""
+    def _alone(self, method: str) -> list[tuple[tuple[str, str], ...]]:
+        """Nothing, and then every (option, value) that is tried by itself."""
+        return [(), *((pair,) for axis in self._axes(method, self.vary) for pair in axis)]
+
+    def _axes(self, method: str, options: Sequence[tuple[str, Sequence[str]]]) -> list[list[tuple[str, str]]]:
+        """The (option, value)s of each option: of several methods each takes those it has, so that a selection without
+        a learning rate can stand beside methods that have one. What none has is left in, and refused later."""
         from m3d.prepare import option_names
 
         own, all_known = option_names(method), {name for other in self.methods for name in option_names(other)}
-        return [
-            [(name, value) for value in values] for name, values in self.options if name in own or name not in all_known
-        ]
+        return [[(name, value) for value in values] for name, values in options if name in own or name not in all_known]
 
     def _cell(self, setting: Setting, seed: int, data: Dataset) -> Cell:
         name = data.recipe.get("source", self.data)  # a path in full, so that workers find it

@@ -107,6 +107,7 @@ def reproduce(
     epilog=examples(
         "m3d sweep cifar10 --ipc 1,10 --set lr=5,10,20 --set factor=1,2 --seeds 0,1,2 --repeats 3",
         "m3d sweep cifar10 --ipc 10 --method m3d,dm --set kernel=linear,polynomial:degree=2,offset=1 --dry-run",
+        "m3d sweep cifar10 --ipc 50 --method m3d+ --vary ce_weight=0.003,0.03 --vary mix_high=0.5 --vary encoders=10",
         "m3d sweep ./photos --size 64 --ipc 5 --set lr=5,10 --on ray --gpus-per-cell 0.5",
         "m3d sweep cifar10 --ipc 10 --set lr=10 --seeds 0,1,2 --final",
     )
@@ -120,6 +121,10 @@ def sweep(
         typer.Option(
             "--set", metavar="NAME=VALUES", help="An option of the methods that have it, and its values: lr=5,10,20."
         ),
+    ] = None,
+    vary: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUES", help="The same, but each value is tried alone, not with all others."),
     ] = None,
     seeds: Annotated[str, typer.Option(help="Seeds of the condensation: 0,1,2.")] = "0",
     net: Annotated[str | None, typer.Option(help="Network to match through; default the method's own.")] = None,
@@ -166,12 +171,16 @@ def sweep(
     if dry_run and again:
         raise M3DError("--dry-run and --again: give one of them")
     where = Where(on, gpus_per_cell, cpus_per_cell, retries)
-    options = [(name, values(text)) for name, text in assignments(set_ or []).items()]
+    options, alone = (
+        [(name, values(text)) for name, text in assignments(given or [], word).items()]
+        for word, given in (("--set", set_), ("--vary", vary))
+    )
     grid = Sweep(
         data,
         values(method),
         numbers("--ipc", ipc, 1),
         options,
+        alone,
         seeds=numbers("--seeds", seeds, 0),
         net=net,
         measured=Measured(eval_net, protocol, epochs, repeats),
