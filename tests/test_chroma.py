@@ -21,7 +21,7 @@ from m3d.pictures import grid
 from m3d.reproduce.measures import picture
 from m3d.run_folder import RunFolder
 from m3d.runtime import Runtime
-from m3d.synth import Synthetic, Tiles, bicubic_matrix, bilinear_matrix
+from m3d.synth import Synthetic, Tiles, bicubic_matrix, bilinear_matrix, cosine_matrix
 from m3d.teachers import Teachers, relabel
 
 SMALL = {"steps": 2, "batch_real": 4, "augment": "none", "net": "convnet2:width=8", "device": "cpu"}
@@ -64,7 +64,9 @@ def test_decoding_gives_jpeg_s_colours(factor, side):
         torch.testing.assert_close(decoded[c], expected, atol=4 / 255, rtol=0)  # 8 bits, twice
 
 
-@pytest.mark.parametrize(("upsample", "matrix"), [("bilinear", bilinear_matrix), ("bicubic", bicubic_matrix)])
+@pytest.mark.parametrize(
+    ("upsample", "matrix"), [("bilinear", bilinear_matrix), ("bicubic", bicubic_matrix), ("cosine", cosine_matrix)]
+)
 def test_colours_are_enlarged_as_luminance_is(upsample, matrix):
     """The blue channel of the first image: its luminance 8 → 16 pixels, its blue difference 4 → 16."""
     stored = some(1, 1, 3, 16, 16) * 0.1 + 0.45

@@ -1,5 +1,6 @@
 """Factor & up-sampling against hand-made cases and the library's interpolation."""
 
+import numpy
 import pytest
 import torch
 from torch.nn import functional
@@ -7,7 +8,7 @@ from torch.nn import functional
 import m3d
 from m3d.errors import M3DError
 from m3d.normalise import Normalise
-from m3d.synth import Synthetic, Tiles, bilinear_matrix
+from m3d.synth import Synthetic, Tiles, bilinear_matrix, cosine_matrix
 
 
 def stored(n=2, ch=3, h=8, w=8):
@@ -131,6 +132,28 @@ def test_bicubic_cells_are_the_library_s(factor, side):
     assert overshoots > 0
 
 
+@pytest.mark.parametrize(("target", "source"), [(32, 16), (32, 8), (225, 75), (9, 5), (8, 8)])
+def test_cosine_cells_are_the_library_s_transform_with_zeros_above(target, source):
+    """Against scipy's transform; columns are orthogonal, constants stay, and of the same size nothing changes."""
+    fft = pytest.importorskip("scipy.fft")
+    matrix, x = cosine_matrix(target, source).double(), torch.rand(source, 3, dtype=torch.float64)
+    spectrum = fft.dct(x.numpy(), axis=0, norm="ortho") * (target / source) ** 0.5
+    padded = numpy.pad(spectrum, ((0, target - source), (0, 0)))
+    torch.testing.assert_close(matrix @ x, torch.from_numpy(fft.idct(padded, axis=0, norm="ortho")), atol=1e-5, rtol=0)
+    torch.testing.assert_close(matrix.T @ matrix, torch.eye(source).double() * target / source, atol=1e-5, rtol=0)
+    torch.testing.assert_close(matrix.sum(1), torch.ones(target).double(), atol=1e-5, rtol=0)
+    if target == source:
+        torch.testing.assert_close(matrix, torch.eye(source).double(), atol=1e-5, rtol=0)
+
+
+def test_cosine_cells_are_decoded_row_by_column_and_cut_off():
+    stored = torch.rand(1, 2, 3, 8, 8, generator=torch.Generator().manual_seed(2)).round()
+    matrix = cosine_matrix(8, 4)
+    whole = matrix @ stored[0, 1, :, 4:, :4] @ matrix.T
+    assert (whole < -0.01).any() and (whole > 1.01).any()
+    torch.testing.assert_close(Tiles(2, upsample="cosine").decode(stored)[0, 4 + 2], whole.clamp(0, 1))
+
+
 def test_a_set_is_decoded_as_its_method_did(tmp_path):
     options = {"steps": 2, "batch_real": 4, "factor": 2, "augment": "none", "net": "convnet2:width=8"}
     made = m3d.condense("digits", 1, upsample="bicubic", out=tmp_path / "run", **options)
@@ -140,5 +163,7 @@ def test_a_set_is_decoded_as_its_method_did(tmp_path):
     assert torch.equal(loaded.decoded()[0], images) and not torch.equal(images, Tiles(2).decode(made.images))
     dataset = m3d.CondensedDataset(tmp_path / "run", normalise=False)
     assert torch.equal(dataset[3][0], images[3])
-    with pytest.raises(M3DError, match=r"unknown upsample 'cubic'.*'bicubic'\?.*Allowed: bicubic, bilinear"):
+    with pytest.raises(M3DError, match=r"upsample='cubic' is not valid; allowed: one of bilinear, bicubic, cosine"):
         m3d.condense("digits", 1, upsample="cubic", **options)
+    with pytest.raises(M3DError, match=r"unknown upsample 'cubic'.*'bicubic'\?.*Allowed: bicubic, bilinear, cosine"):
+        Tiles(2, upsample="cubic")

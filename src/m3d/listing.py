@@ -105,7 +105,7 @@ MEANINGS = {
     "train_cutmix": "probability of CutMix in that training",
     "train_steps": "training steps of each network that learns after a step",
     "turns": "steps that classes take by turns in one optimiser, of which one here does the work; 1: a plain step",
-    "upsample": "how a mini-image is enlarged: bilinear, or bicubic, which is sharper",
+    "upsample": "how a mini-image is enlarged: bilinear, or bicubic or cosine, which are sharper",
     "width": "channels of the first block",
     "window": "how many of the latest accuracies of a network are looked at together",
 }
