@@ -224,3 +224,41 @@ def test_what_experts_cost_does_not_depend_on_the_cache(tiny):
 
 class _Judged:
     mean = 1.0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"lrr": 3}, "unknown option of m3d 'lrr'"),
+        ({"lr": "much"}, "lr='much' is not valid"),
+        ({"method": "m3"}, "unknown method 'm3'"),
+        ({"kernel": "gausian"}, "unknown kernel 'gausian'. Did you mean 'gaussian'"),
+        ({"net": "convnet3,width=16"}, "options follow a colon, as in convnet3:width=16"),
+        ({"net": "convnet3:widht=16"}, "unknown option of convnet3 'widht'"),
+        ({"device": "tpu"}, "unknown device 'tpu'"),
+        ({"precision": "fp8"}, "unknown precision 'fp8'"),
+        ({"ipc": 0}, "ipc=0 is not valid"),
+        ({"eval_every": -1}, "eval_every=-1 is not valid"),
+        ({"checkpoint_seconds": 0}, "checkpoint_seconds=0 is not valid"),
+    ],
+)
+def test_a_slip_is_said_before_any_image_is_read(monkeypatch, tmp_path, wrong, message):
+    """A folder of 100,000 images takes half a minute to read."""
+    monkeypatch.setattr("m3d.api.load_data", lambda *_, **__: pytest.fail("the data were read"))
+    with pytest.raises(M3DError, match=message):
+        m3d.condense(tmp_path, **{"ipc": 1, "method": "m3d", **wrong})
+
+
+def test_too_few_images_and_what_would_fit():
+    data = make_dataset(3, 20, (3, 32, 32))
+    for options, told in (
+        ({"method": "random", "ipc": 200}, r"but 200 different ones are needed.*; take --ipc 20 at most$"),
+        ({"method": "m3d", "ipc": 6}, r"take --ipc 5 at most, or --factor 1, or noise instead \(--set init=noise\)$"),
+        (
+            {"method": "random", "ipc": 3, "factor": 2, "chroma": "half"},
+            "take --ipc 2 at most, or --set chroma=full, or --factor 1$",
+        ),
+        ({"method": "random", "ipc": 1, "factor": 5}, r"\(1 image of 25 cells each\); take --factor 4$"),
+    ):
+        with pytest.raises(M3DError, match=told):
+            m3d.condense(data, device="cpu", **options)

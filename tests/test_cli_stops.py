@@ -28,6 +28,8 @@ def test_a_diverging_run_is_stopped(capsys, tmp_path):
         tmp_path / "run",
     )
     assert "the run diverges, try a smaller --lr" in err
+    # It left nothing, so it does not stand in the way of a better one.
+    assert run(capsys, "condense", "digits", *FAST, "--out", tmp_path / "run")[0] == 0
 
 
 def test_a_stop_while_judging_loses_nothing(tmp_path):
@@ -135,7 +137,8 @@ def test_ctrl_c_during_an_import_within_a_run_says_what_is_there(tmp_path):
     words = [sys.executable, "-m", "m3d", "--plugin", str(tmp_path / "plugin.py"), "condense", "digits", *FAST]
     done = subprocess.run([*words, "--out", str(folder)], capture_output=True, text=True, timeout=60)
     assert done.returncode == 130 and done.stdout == ""
-    assert done.stderr == f"m3d: interrupted; continue with: m3d condense --resume {folder}\n"
+    again = f"m3d --plugin {tmp_path / 'plugin.py'} condense --resume {folder}"
+    assert done.stderr == f"m3d: interrupted; continue with: {again}\n"
     assert (folder / RunFolder.RUN).exists()
 
 

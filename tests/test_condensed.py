@@ -270,3 +270,16 @@ def test_a_new_run_removes_what_was_made_of_the_old_one(tmp_path):
         (tmp_path / name / "cat").mkdir(parents=True)
     folder.begin({}, overwrite=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", *mine, RunFolder.RUN]
+
+
+def test_a_folder_of_runs_names_some_of_them(tmp_path):
+    for name in ("b", "a"):
+        m3d.condense("digits", 1, "random", out=tmp_path / name)
+    with pytest.raises(m3d.M3DError, match="holds no set but runs that do: a, b; name one of them"):
+        m3d.CondensedSet.load(tmp_path)
+    with pytest.raises(m3d.M3DError, match="is the folder of a run, not of images; m3d condense --resume continues it"):
+        m3d.load_data(tmp_path / "a")
+    with pytest.raises(m3d.M3DError, match="'nowhere' does not exist"):
+        m3d.resume("nowhere")
+    with pytest.raises(m3d.M3DError, match=r"already holds a run, which is finished; look at it with m3d show"):
+        m3d.condense("digits", 1, "random", out=tmp_path / "a")

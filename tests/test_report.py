@@ -160,7 +160,7 @@ def test_compare_over_seeds_from_the_command_line(runs, capsys):
     with pytest.raises(SystemExit) as stop:
         main(["compare", *map(str, runs), str(other), "--over-seeds"])
     out = capsys.readouterr().out
-    assert stop.value.code == 0 and "2 seeds" in out and "2 × 2" in out and len(out.splitlines()) == 3
+    assert stop.value.code == 0 and "2 seeds" in out and "2 × 2" in out and len(out.splitlines()) == 4
 
 
 def test_chart(runs, tmp_path):

@@ -1,12 +1,13 @@
 """What a terminal shows: one bar at a time, which is gone when its work is done."""
 
 import io
+import logging
 import re
 import sys
 
 from rich.console import Console
 
-from m3d.terminal import _Bar, clear_bars, epoch_bar, progress_bar, status_line
+from m3d.terminal import _Bar, clear_bars, epoch_bar, progress_bar, status_line, training_bar
 from m3d.watch import Progress
 
 
@@ -77,8 +78,33 @@ def test_nobody_watches(monkeypatch, capsys):
     for bar in (progress_bar, epoch_bar):
         with bar(quiet=True) as report:
             assert report is None
-        with bar(quiet=False) as report:  # no terminal here
-            assert report is None
+    with progress_bar(quiet=False) as steps, epoch_bar(quiet=False) as epochs:  # no terminal here, and soon done
+        steps(Progress(2, 4, 0.5, 1.0, 2.0, None))
+        epochs(3, 7)
     with status_line(quiet=False) as show:
         show({"a": "b"})
     assert capsys.readouterr().err == ""
+
+
+def test_where_there_is_no_terminal_long_work_says_a_line_now_and_then(monkeypatch, capsys):
+    now = [0.0]
+    monkeypatch.setattr("m3d.terminal.time.monotonic", lambda: now[0])
+    with progress_bar(quiet=False) as steps, epoch_bar(quiet=False) as epochs:
+        for second in range(0, 100, 10):
+            now[0] = float(second)
+            steps(Progress(100 + second, 1000, 0.25, 1.0, 2.0, None))  # went on at step 100
+            epochs(second + 1, 1001)
+            logging.getLogger("m3d").info("epoch", extra={"done": (second, 200)})
+        logging.getLogger("m3d").info("said on a terminal only")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "130 of 1,000 steps, loss 0.25, about 14 min left"
+    assert lines[1] == "31 of 1,001 epochs, about 16 min left"
+    assert lines[2] == "30 of 200 epochs, about 3 min left" and len(lines) == 9
+
+
+def test_warnings_are_printed_once_while_networks_are_trained(monkeypatch, capsys):
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    with training_bar(quiet=False):
+        logging.getLogger("m3d").warning("memory is short")
+        logging.getLogger("m3d").info("not this")
+    assert capsys.readouterr().err == "memory is short\n"

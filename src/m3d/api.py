@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,10 @@ from m3d.errors import M3DError, unknown
 from m3d.evaluation import Protocol, Result, make_protocol
 from m3d.evaluation import evaluate as evaluate_set
 from m3d.origin import load_source
-from m3d.prepare import option_names, prepare
+from m3d.prepare import check_request, option_names, prepare
 from m3d.ranking import Ranking
 from m3d.ranking import rank as rank_set
-from m3d.registry import canonical
+from m3d.registry import canonical, loaded_plugins
 from m3d.requests import checked_request, load_recipe
 from m3d.run_folder import RunFolder, home_of
 from m3d.runtime import Runtime
@@ -90,6 +90,7 @@ def condense(
     }
     if out is not None and not isinstance(request["eval_options"].get("protocol", ""), str):
         raise M3DError("eval_options: a run that is kept needs the name of its protocol, as in 'quick:epochs=50'")
+    check_request(request)  # a slip of the pen is said before a folder of images is read
     dataset = data if isinstance(data, Dataset) else load_data(data, **dict(load_options or {}))
     request["data"] = dict(dataset.recipe)
     run = prepare(request, dataset)
@@ -104,7 +105,12 @@ def condense(
         run.ranks.meet()
         if folder is not None and folder.finished:  # before torchrun started the processes anew
             return CondensedSet.load(folder.path)
-        return run.go(folder, report)
+        try:
+            return run.go(folder, report)
+        except M3DError:
+            if folder is not None and run.ranks.leads:
+                folder.unbegin()
+            raise
 
 
 def _same_run(folder: RunFolder, request: Mapping[str, Any]) -> bool:
@@ -133,13 +139,28 @@ def resume(
             folder.shed("m3d condense --resume")
         return CondensedSet.load(folder.path)
     request = checked_request(folder)
-    request["options"] = completed(request["options"], option_names(request["method"]))
+    with _told_of_plugins(request):
+        request["options"] = completed(request["options"], option_names(request["method"]))
+        check_request(request)
     dataset = load_recipe(request["data"], repr(str(folder / RunFolder.RUN))) if data is None else data
     prepared = prepare(request, dataset)
     if dataset.train.fingerprint != request["fingerprint"]:
         raise M3DError(f"the data of {str(folder.path)!r} have changed since the run began; it cannot be continued")
     with prepared.together(), _claimed(folder, prepared.ranks, "m3d condense --resume"):
         return prepared.go(folder, report)
+
+
+@contextmanager
+def _told_of_plugins(request: Mapping[str, Any]) -> Iterator[None]:
+    """An error about a name that only a plugin knows says how the run was begun."""
+    try:
+        yield
+    except M3DError as error:
+        machine = request.get("machine")
+        begun = str(machine.get("command", "")) if isinstance(machine, dict) else ""
+        if "--plugin" not in begun or loaded_plugins():
+            raise
+        raise M3DError(f"{error} The run was begun by: {begun}") from error
 
 
 def check(

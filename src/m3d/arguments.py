@@ -171,7 +171,15 @@ def usage_hint(error: Any) -> str:
         return ""
     hint = f" (see '{context.command_path} --help')"
     unknown, alike = getattr(error, "option_name", None), getattr(error, "possibilities", None)
-    if not isinstance(unknown, str) or not any("--set" in param.opts for param in context.command.params):
+    if not isinstance(unknown, str):
+        return hint
+    root = context.find_root()
+    if context is not root and any(unknown in param.opts for param in root.command.params):
+        return f"{hint}; it stands before the command: m3d {unknown} … {context.info_name}"
+    commands = getattr(context.command, "commands", {})
+    if any(unknown in param.opts for command in commands.values() for param in command.params):
+        return f"{hint}; it stands after the command it is an option of"
+    if not any("--set" in param.opts for param in context.command.params):
         return hint
     name = unknown.lstrip("-").replace("-", "_")
     from m3d.listing import MEANINGS  # late: it imports PyTorch, which a mistake may wait for and nothing else should

@@ -131,6 +131,7 @@ class CondensedSet:
         file = Path(path)
         if file.is_dir():
             RunFolder(file).require_finished()
+            _require_set(file)
             file = file / RunFolder.CONDENSED
         tensors, metadata = read_tensors(file)
         manifest = _manifest(metadata, file)
@@ -208,6 +209,14 @@ def _described(names: Sequence[str], shape: Sequence[int]) -> str:
     """How many classes, which, and of what images."""
     some = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
     return f"{len(names)} classes ({some}) of {list(shape)} images"
+
+
+def _require_set(folder: Path) -> None:
+    """Refuse a folder of runs, and name some of them."""
+    runs = sorted(file.parent.name for file in folder.glob(f"*/{RunFolder.CONDENSED}"))
+    if runs and not (folder / RunFolder.CONDENSED).exists():
+        shown = ", ".join(runs[:5]) + (", …" if len(runs) > 5 else "")
+        raise M3DError(f"{str(folder)!r} holds no set but runs that do: {shown}; name one of them")
 
 
 def _manifest(metadata: Mapping[str, str], file: Path) -> dict[str, Any]:

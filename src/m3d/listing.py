@@ -119,7 +119,11 @@ def overview(what: str) -> list[dict[str, Any]]:
         return [
             *named,
             *subsets,
-            {"name": "PATH", "about": "an image folder root/{train,test}/class/*.png …, or an .npz"},
+            {
+                "name": "PATH",
+                "about": "an image folder, root/{train,test}/class/*.jpg (png, webp, …) or, with "
+                "--test-fraction, root/class/*.jpg; or an .npz",
+            },
             {"name": "hf:NAME", "about": "a dataset of the Hugging Face hub, or a folder saved from one (extra hf)"},
         ]
     rows = [{"name": entry.name, "about": entry.summary, **entry.about} for entry in _REGISTRIES[what]]

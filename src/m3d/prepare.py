@@ -19,14 +19,16 @@ from m3d.engine import condense as run_engine
 from m3d.errors import M3DError
 from m3d.evaluation import evaluate as evaluate_set
 from m3d.evaluation import make_protocol
+from m3d.kernels import make_kernel
 from m3d.method import Method
 from m3d.methods import METHODS, Task, make_method
-from m3d.nets import make_net
+from m3d.nets import check_net, make_net
 from m3d.nets.flat import FlatNet
 from m3d.run_folder import RunFolder
 from m3d.runtime import Runtime
 from m3d.shards import Ranks, Shard, split
 from m3d.watch import Outcome, Progress, Snapshot, Watch
+from m3d.wording import counted
 
 
 class Prepared:
@@ -179,29 +181,39 @@ def settings_of(method: str, options: Mapping[str, Any], **task: Any) -> dict[st
     return make_method(method, Task(**task), dict(options))[1]
 
 
-def prepare(request: Mapping[str, Any], data: Dataset) -> Prepared:
-    """Check everything that can be checked before any long work."""
+def check_request(request: Mapping[str, Any]) -> Runtime:
+    """Check what can be checked before the data are there; where and how the run computes."""
     ipc = request["ipc"]
     if isinstance(ipc, bool) or not isinstance(ipc, int) or ipc < 1:
         raise M3DError(f"ipc={ipc!r} is not valid; allowed: a whole number of images per class, 1 and more")
-    if data.classes < 2:
-        raise M3DError(f"{data.name} has one class; allowed: two and more")
     if not request["checkpoint_seconds"] > 0:
         raise M3DError(f"checkpoint_seconds={request['checkpoint_seconds']} is not valid; allowed: a positive number")
     if request["eval_every"] < 0:
         raise M3DError(f"eval_every={request['eval_every']} is not valid; allowed: 0 (never) and more")
     if request.get("keep_every", 0) < 0:
         raise M3DError(f"keep_every={request['keep_every']} is not valid; allowed: 0 (never) and more")
+    known = METHODS.get(request["method"]).resolve(dict(request["options"]))
+    if isinstance(known.get("kernel"), str):
+        make_kernel(known["kernel"])
+    if request["net"] is not None:
+        check_net(request["net"])
+    return Runtime.choose(request["device"], request["precision"], request["deterministic"], request["step_mode"])
+
+
+def prepare(request: Mapping[str, Any], data: Dataset) -> Prepared:
+    """Check everything that can be checked before any long work."""
+    runtime, ipc = check_request(request), request["ipc"]
+    if data.classes < 2:
+        raise M3DError(f"{data.name} has one class; allowed: two and more")
     if request["eval_every"] and data.val is None:
         raise M3DError("eval_every needs held-out data: give a val_fraction between 0 and 1 (--val-fraction 0.1)")
     smallest = int(data.train.count.min())
     task = Task(data.name, data.shape, data.classes, ipc, data.mirror, smallest, data.cutmix)
     method, options = make_method(request["method"], task, dict(request["options"]))
-    runtime = Runtime.choose(request["device"], request["precision"], request["deterministic"], request["step_mode"])
     if request["precision"] == "auto" and runtime.device.type == "cuda":
         runtime = replace(runtime, precision=method.gpu_precision)
     method.tiles.require(data.shape)
-    method.init.require(data, ipc * method.tiles.cells)
+    _require_images(method, options, data, ipc)
     for name in ("eval_every", "keep_every"):
         if request.get(name, 0) > method.steps:
             raise M3DError(f"{name}={request[name]} is more than the {method.steps} steps of the run")
@@ -213,6 +225,26 @@ def prepare(request: Mapping[str, Any], data: Dataset) -> Prepared:
     if request["eval_every"]:
         _check_judging(prepared.judging, data)
     return prepared
+
+
+def _require_images(method: Method, options: Mapping[str, object], data: Dataset, ipc: int) -> None:
+    """Refuse what has more cells than the smallest class has images to start from, and say what would fit."""
+    tiles, have = method.tiles, int(data.train.count.min())
+    try:
+        method.init.require(data, ipc * tiles.cells)
+    except M3DError as error:
+        ways = []
+        if have >= tiles.cells:
+            ways.append(f"--ipc {have // tiles.cells} at most")
+        if tiles.halved and ipc * tiles.factor**2 <= have:
+            ways.append("--set chroma=full")
+        smaller = [f for f in range(1, tiles.factor) if ipc * replace(tiles, factor=f).cells <= have]
+        if smaller:
+            ways.append(f"--factor {smaller[-1]}")
+        if "init" in options:
+            ways.append("noise instead (--set init=noise)")
+        what = f"{counted(ipc, 'images')} of {counted(tiles.cells, 'cells')} each"
+        raise M3DError(f"{error} ({what}); take {', or '.join(ways)}" if ways else f"{error} ({what})") from error
 
 
 def _check_judging(judging: Mapping[str, Any], data: Dataset) -> None:

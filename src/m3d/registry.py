@@ -10,6 +10,8 @@ import importlib
 import importlib.util
 import inspect
 import pkgutil
+import re
+import traceback
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -108,8 +110,18 @@ class Registry(Generic[T]):
         self._discover()
         key = canonical(name)
         if key not in self._entries:
-            raise unknown(self.kind, name, self._entries)
+            raise self._unknown(name)
         return self._entries[key]
+
+    def _unknown(self, name: str) -> M3DError:
+        """The error for a name that is not registered: as it should be written, or where it may come from."""
+        head, *rest = re.split(r"[,\s]", name, maxsplit=1)
+        if rest and "=" in rest[0] and canonical(head) in self._entries:
+            return M3DError(f"unknown {self.kind} {name!r}: options follow a colon, as in {head}:{rest[0]}")
+        error = unknown(self.kind, name, self._entries)
+        if _plugins or "Did you mean" in str(error):
+            return error
+        return M3DError(f"{error} One of your own is known after m3d --plugin FILE.py, or once it is imported.")
 
     def names(self) -> list[str]:
         self._discover()
@@ -203,7 +215,15 @@ def load_plugin(path: str | Path) -> None:
     spec = importlib.util.spec_from_file_location(f"m3d_plugin_{file.stem}", file)
     if spec is None or spec.loader is None:
         raise M3DError(f"plugin {str(file)!r} is not a Python file; allowed: a .py file")
-    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    try:
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    except M3DError as error:
+        raise M3DError(f"plugin {str(file)!r}: {error}") from error
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if Path(frame.filename).resolve() == file.resolve()]
+        where = f" in line {lines[-1]}" if lines else ""
+        raise M3DError(f"plugin {str(file)!r} cannot be loaded{where}: {type(error).__name__}: {error}") from error
     _plugins.append(file)
 
 

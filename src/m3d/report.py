@@ -49,7 +49,8 @@ def rows_of(runs: Sequence[str | Path]) -> list[dict[str, Any]]:
     if not rows:
         return _rows(empty[0])  # says what is missing
     for folder in empty:
-        log.warning("%r is left out: it holds no result", str(folder.path))
+        ready = f": evaluate it with m3d evaluate {folder.path}" if folder.finished else ""
+        log.warning("%r is left out: it holds no result%s", str(folder.path), ready)
     return rows
 
 

@@ -80,12 +80,22 @@ class RunFolder:
             self._clear()
         write_json(self / self.RUN, dict(request))
 
+    def unbegin(self) -> None:
+        """Forget what was asked of a run that ended by an error before it left anything: it could only end so again,
+        and would stand in the way of a better one."""
+        left = (*self._checkpoints(), *self._subtasks(), *self.path.glob("step-*.safetensors"))
+        if self.finished or any(path.exists() for path in left):
+            return
+        (self / self.RUN).unlink(missing_ok=True)
+
     def require_free(self, overwrite: bool = False) -> None:
         """Raise if a run lies here that may not be replaced, or if this is no folder."""
         if ((self / self.RUN).exists() or self.finished) and not overwrite:
-            unfinished = "" if self.finished else f"continue it with m3d condense --resume {self.path}, "
+            what, first = "a run", f"continue it with m3d condense --resume {self.path}"
+            if self.finished:
+                what, first = "a run, which is finished", f"look at it with m3d show {self.path}"
             raise M3DError(
-                f"{str(self.path)!r} already holds a run; {unfinished}choose another --out, or pass --overwrite"
+                f"{str(self.path)!r} already holds {what}; {first}, choose another --out, or pass --overwrite"
             )
         self._require_folder()
 
@@ -122,7 +132,8 @@ class RunFolder:
     def request(self) -> dict[str, Any]:
         """What was asked of the run."""
         if not (self / self.RUN).exists():
-            raise M3DError(f"{str(self.path)!r} is not a run folder: it has no {self.RUN}")
+            what = f"is not a run folder: it has no {self.RUN}" if self.path.exists() else "does not exist"
+            raise M3DError(f"{str(self.path)!r} {what}")
         return read_json(self / self.RUN)
 
     def save_checkpoint(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:

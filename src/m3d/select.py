@@ -42,8 +42,7 @@ class _Selection:
         if have < count:
             raise M3DError(
                 f"class {data.class_names[smallest]!r} has {have} training images, but {count} different ones are "
-                f"needed to start (images per class × cells of each); lower --ipc or --factor, take chroma=full where "
-                f"it is half, or start from noise (--set init=noise)"
+                f"needed to start"
             )
 
 

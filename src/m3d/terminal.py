@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -19,11 +20,38 @@ if TYPE_CHECKING:
     from m3d.watch import Progress
 
 
+_LINE_EVERY = 30.0  # seconds
+
+
+class _Lines:
+    """Where there is no terminal but a file or a log: a line now and then, so that long work does not look hung."""
+
+    def __init__(self, unit: str):
+        self._unit, self._total = unit, 0
+        self._began = self._last = time.monotonic()
+        self._first = 0  # what was done when the work began or went on
+
+    def show(self, done: int, total: int, told: str = "") -> None:
+        now = time.monotonic()
+        if total != self._total or done < self._first:  # other work
+            self._total, self._first, self._began = total, done, now
+        if now - self._last < _LINE_EVERY or done >= total:
+            return
+        self._last, new = now, done - self._first
+        left = f", about {duration((now - self._began) / new * (total - done))} left" if new else ""
+        print(f"{done:,} of {total:,} {self._unit}{told}{left}", file=sys.stderr, flush=True)  # noqa: T201
+
+
 @contextmanager
 def progress_bar(quiet: bool) -> Iterator[Callable[[Progress], None] | None]:
-    """A bar with loss, speed and time left on a terminal; nothing where nobody watches."""
-    if quiet or not sys.stderr.isatty():
+    """A bar with loss, speed and time left on a terminal, a line now and then elsewhere."""
+    if quiet:
         yield None
+        return
+    if not sys.stderr.isatty():
+        lines = _Lines("steps")
+        with _training_lines():
+            yield lambda p: lines.show(p.step, p.steps, f", loss {p.loss:.4g}")
         return
     from rich.console import Console
 
@@ -72,11 +100,25 @@ def clear_bars() -> None:
 
 
 @contextmanager
+def _listening(show: Callable[[logging.LogRecord], None]) -> Iterator[None]:
+    """What the library says of its work goes to ``show``."""
+    logger, handler = logging.getLogger("m3d"), logging.Handler()
+    before = logger.level
+    handler.emit = show  # type: ignore[method-assign, assignment]
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
+
+
+@contextmanager
 def said(console: Console) -> Iterator[None]:
     """What the library says of its work (networks it trains before the first step) is shown too: line by line, and as a
     bar where it says how much of it is done."""
-    logger, handler = logging.getLogger("m3d"), logging.Handler()
-    before, bar = logger.level, _Bar(console, "epochs")
+    bar = _Bar(console, "epochs")
 
     def show(record: logging.LogRecord) -> None:
         done = getattr(record, "done", None)
@@ -86,22 +128,34 @@ def said(console: Console) -> Iterator[None]:
         else:
             bar.show(*done)
 
-    handler.emit = show  # type: ignore[method-assign]
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    try:
+    with closing(bar), _listening(show):
         yield
-    finally:
-        bar.close()
-        logger.removeHandler(handler)
-        logger.setLevel(before)
+
+
+@contextmanager
+def _training_lines() -> Iterator[None]:
+    """A line now and then while networks are trained that the work needs."""
+    lines = _Lines("epochs")
+
+    def show(record: logging.LogRecord) -> None:
+        if (done := getattr(record, "done", None)) is not None:
+            lines.show(*done)
+        elif record.levelno >= logging.WARNING and not logging.getLogger().handlers:  # which Python would print itself
+            print(record.getMessage(), file=sys.stderr, flush=True)  # noqa: T201
+
+    with _listening(show):
+        yield
 
 
 @contextmanager
 def training_bar(quiet: bool) -> Iterator[None]:
-    """A bar while networks are trained that the work needs; nothing where nobody watches."""
-    if quiet or not sys.stderr.isatty():
+    """A bar while networks are trained that the work needs, a line now and then where there is no terminal."""
+    if quiet:
         yield
+        return
+    if not sys.stderr.isatty():
+        with _training_lines():
+            yield
         return
     from rich.console import Console
 
@@ -155,9 +209,12 @@ def ranking_lines(ranking: dict[str, Any]) -> list[str]:
 
 @contextmanager
 def epoch_bar(quiet: bool) -> Iterator[Callable[[int, int], None] | None]:
-    """A bar with the time left while networks are trained; nothing where nobody watches."""
-    if quiet or not sys.stderr.isatty():
+    """A bar with the time left while networks are trained, a line now and then where there is no terminal."""
+    if quiet:
         yield None
+        return
+    if not sys.stderr.isatty():
+        yield _Lines("epochs").show
         return
     from rich.console import Console
 

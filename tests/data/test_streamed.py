@@ -61,7 +61,9 @@ def stream(data: ClassData) -> StreamedData:
 
 def test_the_cache_holds_what_memory_would(root: Path, small_chunks: None) -> None:
     calls: list[tuple[int, int]] = []
-    there = load_data(root, resident="yes")
+    in_memory: list[tuple[int, int]] = []
+    there = load_data(root, resident="yes", progress=lambda done, total: in_memory.append((done, total)))
+    assert in_memory == [(100, 135), (135, 135)]
     data = load_data(root, resident="no", progress=lambda done, total: calls.append((done, total)))
     assert isinstance(data.train, StreamedData) and isinstance(data.test, StreamedData)
     assert not isinstance(there.train, StreamedData)

@@ -176,11 +176,13 @@ def _condense(
 ) -> None:
     begun_before = _stamp(folder)
     from m3d import api
+    from m3d.registry import loaded_plugins
     from m3d.run_folder import RunFolder
     from m3d.shards import Ranks
 
     leads = Ranks.from_environment().leads  # of several processes one speaks
-    again = f"; continue with: m3d condense --resume {quote(str(folder))}"
+    plugins = "".join(f" --plugin {quote(str(file))}" for file in loaded_plugins())
+    again = f"; continue with: m3d{plugins} condense --resume {quote(str(folder))}"
 
     def interrupted() -> str:
         return "interrupted" + (again if had_begun or _stamp(folder) != begun_before else "")
@@ -213,6 +215,8 @@ def _condense(
         typer.echo(f"best on the held-out part: {accuracy:.2f} % after {counted(step, 'steps')} → {best}")
     net = "" if manifest["net"] == "convnet3" else f" --net {quote(manifest['net'])}"
     typer.echo(f"next: m3d show {quote(str(folder))}    m3d evaluate {quote(str(folder))}{net}")
+    if manifest["device"].startswith("cpu"):
+        typer.echo("      on a CPU, for a first look: m3d evaluate … --protocol quick --repeats 2")
 
 
 def _stamp(folder: Path) -> int | None:

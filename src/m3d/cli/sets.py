@@ -65,7 +65,10 @@ def export(
 
     home = run if run.is_dir() else run.parent
     default = home / (_named("imagefolder", run) if to == "imagefolder" else f"{_named('condensed', run)}.{to}")
-    typer.echo(str(write(CondensedSet.load(run), to, out or default, overwrite)))
+    condensed = CondensedSet.load(run)
+    typer.echo(str(write(condensed, to, out or default, overwrite)))
+    each = int(condensed.manifest["ipc"]) * condensed.tiles.cells
+    typer.echo(f"m3d: {counted(each, 'images')} per class, as a network is shown them", err=True)
 
 
 def _named(what: str, run: Path) -> str:
@@ -103,6 +106,8 @@ def compare(
     if chart is not None:
         save_figure(bar_chart(rows), chart)
     typer.echo(text)
+    if seeds and form == "text" and not as_json:
+        typer.echo("± is over the means of a row's seeds; in rows of one seed, over the networks of its set")
 
 
 @app.command(name="list", epilog=examples("m3d list methods", "m3d list methods m3d", "m3d list datasets --json"))

@@ -28,6 +28,7 @@ from m3d.files import write_bytes
 log = logging.getLogger(__name__)
 RESIDENT = ("auto", "yes", "no")
 ON_BAD_IMAGE = ("error", "skip")
+_REPORT_EVERY = 100  # images
 _SHARE = 0.25  # of the free memory: larger data stay on the disk, for splitting and moving them needs as much again
 
 
@@ -79,7 +80,10 @@ def read(train: Source, test: Source, size: int | None, handling: Handling) -> t
     if handling.resident == "no" or (handling.resident == "auto" and total > _SHARE * available_memory()):
         cache.build(key, task)
         return _judged((train, test), *cache.opened(key, (train, test)), handling, key)
-    parts, bads = zip(*(_decode_all(task, split) for split in (train, test)), strict=True)
+    images = len(train) + len(test)
+    parts, bads = zip(
+        *(_decode_all(task, s, before, images) for s, before in ((train, 0), (test, len(train)))), strict=True
+    )
     return _judged((train, test), parts, bads, handling, key)
 
 
@@ -128,8 +132,11 @@ def _model(source: Source, look: Look, on_bad_image: str) -> tuple[tuple[int, in
     raise M3DError(f"{Path(source.name(0)).parent}: none of the {len(source)} images can be read")
 
 
-def _decode_all(task: Task, source: Source) -> tuple[ClassData, dict[int, str]]:
-    """All images of a split, decoded by several threads straight into the array that is kept; and the bad ones."""
+def _decode_all(task: Task, source: Source, before: int, total: int) -> tuple[ClassData, dict[int, str]]:
+    """All images of a split, decoded by several threads straight into the array that is kept; and the bad ones.
+
+    ``before`` images of all ``total`` were decoded before.
+    """
     images = np.empty((len(source), *task.shape), np.uint8)  # [N, ch, h, w]
     bad: dict[int, str] = {}
 
@@ -147,8 +154,11 @@ def _decode_all(task: Task, source: Source) -> tuple[ClassData, dict[int, str]]:
         images[index] = pixels
 
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # Pillow decodes outside Python's lock
-        for _ in pool.map(place, range(len(source))):
-            pass  # in order, so that of several bad images the first is named
+        report = task.handling.progress
+        for index, _ in enumerate(pool.map(place, range(len(source))), before + 1):
+            # In order, so that of several bad images the first is named.
+            if report is not None and (index % _REPORT_EVERY == 0 or index == total):
+                report(index, total)
     images = np.delete(images, sorted(bad), axis=0) if bad else images
     return ClassData(torch.from_numpy(images), torch.from_numpy(good_count(source, bad))), bad
 

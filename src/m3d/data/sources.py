@@ -133,6 +133,8 @@ def _from_path(
     """The dataset in an image folder or an .npz file."""
     if hub.is_saved(path):
         return _from_hub(str(path), size, recipe, handling, keep_back)
+    if (path / "run.json").is_file():
+        raise M3DError(f"{path}: is the folder of a run, not of images; m3d condense --resume continues it")
     if path.is_dir():
         train, test, names = folder.read_folder(path, size, handling=handling, keep_back=keep_back)
         mean, std = train.statistics()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from m3d.nets.convnet import ConvNet, NormName
 from m3d.nets.densenet import DenseNet
 from m3d.nets.flat import FlatNet, Stackable
@@ -9,7 +11,7 @@ from m3d.nets.norms import AnyNorm, BlockNorm
 from m3d.nets.outside import timm_net
 from m3d.nets.plain import alexnet, vgg11
 from m3d.nets.resnet import resnet, resnet_ap
-from m3d.registry import Registry, canonical, parse_spec
+from m3d.registry import Entry, Registry, canonical, parse_spec
 
 NETS: Registry[Stackable] = Registry("network")
 
@@ -78,20 +80,25 @@ def _timm(shape: Shape, classes: int, *, name: str = "resnet18") -> Stackable:
     return timm_net(shape, classes, name)
 
 
-def make_net(spec: str, shape: Shape, classes: int) -> Stackable:
-    """The network that ``spec`` names, e.g. ``convnet3`` or ``convnet3:width=64``, for images of ``shape``.
-
-    ``timm:NAME`` is short for ``timm:name=NAME``.
-    """
+def check_net(spec: str) -> tuple[Entry[Stackable], dict[str, Any]]:
+    """The network that ``spec`` names, and its options; whether it takes images of some shape, building it shows."""
     name, colon, rest = spec.partition(":")
     if canonical(name) == "timm" and colon and "=" not in rest:
         spec = f"{name}:name={rest}"
     name, options = parse_spec(spec)
     entry = NETS.get(name)
-    resolved = entry.resolve(options)
+    return entry, entry.resolve(options)
+
+
+def make_net(spec: str, shape: Shape, classes: int) -> Stackable:
+    """The network that ``spec`` names, e.g. ``convnet3`` or ``convnet3:width=64``, for images of ``shape``.
+
+    ``timm:NAME`` is short for ``timm:name=NAME``.
+    """
+    entry, resolved = check_net(spec)
     net = entry.build(shape, classes, **resolved)
     net.spec = f"{entry.name}:{','.join(f'{k}={v}' for k, v in sorted(resolved.items()))}"
     return net
 
 
-__all__ = ["NETS", "ConvNet", "FlatNet", "Stackable", "make_net"]
+__all__ = ["NETS", "ConvNet", "FlatNet", "Stackable", "check_net", "make_net"]
