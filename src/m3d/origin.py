@@ -26,13 +26,14 @@ def load_source(
     """The dataset a set was made from (and it must be unchanged), or the one named instead.
 
     It is whitened if the set's was, unless ``zca`` says otherwise; images of another place are brought to the set's
-    size and divided as its data were, unless told otherwise.
+    size, read and divided as its data were, unless told otherwise.
     """
     source = condensed.manifest["data"]
     zca = "transform" in source if zca is None else zca
     recipe: Mapping[str, Any] = source["recipe"] if isinstance(source.get("recipe"), dict) else {}
     if data is not None:
-        reading: dict[str, Any] = {"data_root": data_root, "zca": zca, "on_bad_image": on_bad_image or "error"}
+        on_bad_image = on_bad_image or checked_part(recipe, "on_bad_image", "the set's manifest") or "error"
+        reading: dict[str, Any] = {"data_root": data_root, "zca": zca, "on_bad_image": on_bad_image}
         reading["size"] = checked_part(recipe, "size", "the set's manifest") if size is None else size
         return _named_instead(data, recipe, source.get("fingerprint"), test_fraction, reading)
     if "source" not in recipe:
@@ -45,7 +46,10 @@ def load_source(
             f"the data that the set was made from: {error}; name the place they are at now (--data)"
         ) from error
     if dataset.train.fingerprint != source.get("fingerprint"):
-        raise M3DError(f"{dataset.name} has changed since the set was made from it; name the data to test on (--data)")
+        other = "name the data to use instead (--data)"
+        if "test_fraction" in recipe:  # what was kept back then is not what would be now
+            other = "bring it back as it was, or name data with a test split of their own (--data)"
+        raise M3DError(f"{dataset.name} has changed since the set was made from it; {other}")
     return dataset
 
 

@@ -199,9 +199,25 @@ def test_an_image_that_the_set_was_made_from_is_never_tested_on(photos: Path, tm
     Image.new("RGB", (12, 10), (250, 50, 50)).save(tmp_path / "moved" / "cat" / "new.png")
     with pytest.raises(M3DError, match="images that the set was made from might be tested on"):
         load_source(made, tmp_path / "moved")
+    (tmp_path / "moved").rename(photos)
+    with pytest.raises(M3DError, match="bring it back as it was, or name data with a test split of their own"):
+        load_source(made)
+    photos.rename(tmp_path / "moved")
     # A set of data with a test split of their own may be tested on other data that are divided.
     whole = m3d.condense(load_data("digits"), 1, "random")
     assert len(load_source(whole, tmp_path / "moved", size=8, test_fraction=0.5).test) > 0
+
+
+def test_moved_data_are_read_as_the_run_read_them(photos: Path, tmp_path: Path) -> None:
+    (photos / "cat" / "broken.png").write_bytes(b"no picture")
+    small = {"net": "convnet1:width=4", "steps": 1, "batch_real": 2, "device": "cpu"}
+    reading = {"size": 8, "test_fraction": 0.25, "on_bad_image": "skip"}
+    made = m3d.condense(photos, 1, load_options=reading, **small)
+    photos.rename(tmp_path / "moved")
+    moved = load_source(made, tmp_path / "moved")
+    assert moved.train.fingerprint == made.manifest["data"]["fingerprint"]
+    with pytest.raises(M3DError, match="cannot be read"):
+        load_source(made, tmp_path / "moved", on_bad_image="error")
 
 
 def test_bad_images_in_the_part_kept_back(photos: Path) -> None:

@@ -31,7 +31,8 @@ TestFraction = Annotated[
 ]
 OnBadImage = Annotated[str, typer.Option(help="error, or skip: images that cannot be read are left out and listed.")]
 OnBadImageElsewhere = Annotated[
-    str | None, typer.Option(help="error, or skip: images that cannot be read are left out; default: error.")
+    str | None,
+    typer.Option(help="error, or skip: images that cannot be read are left out; default: as for the run, else error."),
 ]
 Resident = Annotated[
     str, typer.Option(help="Hold all real images in memory: yes, no (decoded once to the disk), or auto: if they fit.")
