@@ -18,7 +18,7 @@ from m3d.evaluation import evaluate
 from m3d.grid.cells import Cell, Overrides, Source, cell_digest, set_name
 from m3d.grid.journal import Journal
 from m3d.grid.where import Where
-from m3d.sweep import Setting, load_options, rank, table
+from m3d.sweep import Setting, compare, load_options, rank, table
 
 NET = "convnet2:width=8"
 GRID = ["--ipc", "1", "--set", "lr=1,2", "--set", "steps=3", "--set", "batch_real=4", "--seeds", "0,1", "--net", NET]
@@ -325,3 +325,22 @@ def test_a_sweep_through_its_own_network_goes_on(capsys, tmp_path):
     for _ in range(2):
         code, _, err = call(capsys, *arguments)
         assert code == 0 and "too small" not in err
+
+
+def test_values_that_were_varied_are_compared_with_the_rest_and_equal_ones_share_a_rank():
+    def row(accuracy, **options):
+        common = {"ipc": 1, "method": "m3d", "sd": None, "means": [accuracy], "of_seeds": 1, "seconds": 1.0}
+        return {**common, "accuracy": accuracy, "variant": str(options), "options": options, "shared": False}
+
+    rows = [
+        row(60.0, steps=3),
+        row(62.5, steps=3, lr=2.0),
+        row(60.0, steps=3, momentum=0.0),
+        row(70.0, steps=4, lr=2.0),
+    ]
+    compare(rows, {"lr", "momentum"})
+    assert [r["difference"] for r in rows] == [0.0, 2.5, 0.0, None]  # without the rest of steps=4 there is none
+    text = table(sorted(rows, key=lambda r: -r["accuracy"])).splitlines()
+    assert "difference" in text[0] and [line.split()[1] for line in text[1:]] == ["1", "2", "3", "3"]
+    assert "–" in text[1] and "+2.50" in text[2] and "+0.00" in text[3]
+    assert "difference" not in table([row(60.0)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -167,6 +167,18 @@ def rank(cells: dict[Setting, list[Cell]], journal: Journal, stale: Container[st
     return sorted(rows, key=lambda row: (row["ipc"], -row["accuracy"], row["variant"]))
 
 
+def compare(rows: Sequence[dict[str, Any]], varied: Container[str]) -> None:
+    """Add to each row its ``difference`` to the row without the ``varied`` options, where that has a record."""
+
+    def rest(row: Mapping[str, Any]) -> tuple[Any, ...]:
+        return row["ipc"], row["method"], tuple((k, v) for k, v in row["options"].items() if k not in varied)
+
+    plain = {rest(row): row["accuracy"] for row in rows if not any(name in varied for name in row["options"])}
+    for row in rows:
+        usual = plain.get(rest(row))
+        row["difference"] = None if usual is None else round(row["accuracy"] - usual, 3)
+
+
 def _seconds(records: Iterable[Record]) -> list[float]:
     return [sum(part.get("seconds", 0.0) for part in r["condensation"]) for r in records]
 
@@ -174,16 +186,21 @@ def _seconds(records: Iterable[Record]) -> list[float]:
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """The ranking as text."""
     width = max(len(row["variant"]) for row in rows)
-    lines = [f"{'ipc':>4} {'rank':>4}  {'setting':<{width}}  {'accuracy':>14}  {'condensing':>10}  seeds"]
-    place, ipc = 0, None
+    compared = any(row.get("difference") is not None for row in rows)
+    against = f"  {'difference':>10}" if compared else ""
+    lines = [f"{'ipc':>4} {'rank':>4}  {'setting':<{width}}  {'accuracy':>14}{against}  {'condensing':>10}  seeds"]
     for row in rows:
-        place, ipc = (1 if row["ipc"] != ipc else place + 1), row["ipc"]
+        ipc, rivals = row["ipc"], [other["accuracy"] for other in rows if other["ipc"] == row["ipc"]]
+        place = 1 + sum(accuracy > row["accuracy"] for accuracy in rivals)
         spread = "" if row["sd"] is None else f" ± {row['sd']:.2f}"
         short = "" if len(row["means"]) == row["of_seeds"] else f"  ({len(row['means'])} of {row['of_seeds']})"
         each = " ".join(f"{mean:.2f}" for mean in row["means"])
         number = f"{row['accuracy']:.2f}{spread} %"
         seconds = f"{'≤ ' if row['shared'] else ''}{row['seconds']:.1f} s"  # on a shared device it took longer
-        lines.append(f"{ipc:>4} {place:>4}  {row['variant']:<{width}}  {number:>14}  {seconds:>10}  {each}{short}")
+        more = row.get("difference")
+        against = f"  {'–' if more is None else f'{more:+.2f}':>10}" if compared else ""
+        setting = f"{row['variant']:<{width}}"
+        lines.append(f"{ipc:>4} {place:>4}  {setting}  {number:>14}{against}  {seconds:>10}  {each}{short}")
     return "\n".join(lines)
 
 
@@ -263,6 +280,8 @@ class Call:
 
     def _show(self, cells: dict[Setting, list[Cell]], journal: Journal, stale: set[str]) -> None:
         rows = rank(cells, journal, stale)
+        if self.sweep.vary:
+            compare(rows, {name for name, _ in self.sweep.vary})
         if stale:
             typer.echo(f"m3d: not ranked, as made under other defaults: {counted(len(stale), 'cells')}", err=True)
         if self.as_json:
