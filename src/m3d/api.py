@@ -92,7 +92,17 @@ def condense(
         raise M3DError("eval_options: a run that is kept needs the name of its protocol, as in 'quick:epochs=50'")
     check_request(request)  # a slip of the pen is said before a folder of images is read
     dataset = data if isinstance(data, Dataset) else load_data(data, **dict(load_options or {}))
-    request["data"] = dict(dataset.recipe)
+    return _begin({**request, "data": dict(dataset.recipe)}, dataset, out, overwrite, report)
+
+
+def _begin(
+    request: dict[str, Any],
+    dataset: Dataset,
+    out: str | Path | None,
+    overwrite: bool,
+    report: Callable[[Progress], None] | None,
+) -> CondensedSet:
+    """Begin the run that was asked for, in its folder where it has one, and bring it to its end."""
     run = prepare(request, dataset)
     # what was left to choose is written down: a resumed run keeps it, also in a version with other defaults
     request |= {"net": run.net, "device": str(run.runtime.device), "precision": run.runtime.precision}

@@ -39,7 +39,12 @@ class _Lines:
             return
         self._last, new = now, done - self._first
         left = f", about {duration((now - self._began) / new * (total - done))} left" if new else ""
-        print(f"{done:,} of {total:,} {self._unit}{told}{left}", file=sys.stderr, flush=True)  # noqa: T201
+        _say(f"{done:,} of {total:,} {self._unit}{told}{left}")
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
 
 
 @contextmanager
@@ -141,7 +146,7 @@ def _training_lines() -> Iterator[None]:
         if (done := getattr(record, "done", None)) is not None:
             lines.show(*done)
         elif record.levelno >= logging.WARNING and not logging.getLogger().handlers:  # which Python would print itself
-            print(record.getMessage(), file=sys.stderr, flush=True)  # noqa: T201
+            _say(record.getMessage())
 
     with _listening(show):
         yield
