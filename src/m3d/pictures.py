@@ -145,7 +145,7 @@ def _canvas(images: Tensor, gap: int) -> NDArray[np.float32]:
 
 
 def loss_curve(folder: RunFolder) -> Figure:
-    """The loss of every step, and its running mean."""
+    """The loss of every step, and its running mean where there are steps enough for one."""
     file = folder / RunFolder.HISTORY
     if not file.exists():
         raise M3DError(f"{str(folder.path)!r} has no history; only runs with steps have one")
@@ -156,14 +156,15 @@ def loss_curve(folder: RunFolder) -> Figure:
         raise M3DError(f"{str(file)!r} is no table of steps and losses: {error}") from error
     figure = Figure(figsize=(5.5, 3.2))
     axes = figure.add_subplot()
-    axes.plot(table[:, 0], table[:, 1], color="#9ecae1", linewidth=0.6, label="each step")
-    window = max(1, len(table) // 50)
-    smooth = np.convolve(table[:, 1], np.ones(window) / window, mode="valid")
-    axes.plot(
-        table[window - 1 :, 0], smooth, color="#08519c", linewidth=1.4, label=f"mean of {counted(window, 'steps')}"
-    )
+    window = len(table) // 50
+    colour, width = ("#9ecae1", 0.6) if window > 1 else ("#08519c", 1.4)
+    axes.plot(table[:, 0], table[:, 1], color=colour, linewidth=width, label="each step")
+    if window > 1:
+        smooth = np.convolve(table[:, 1], np.ones(window) / window, mode="valid")
+        label = f"mean of {counted(window, 'steps')}"
+        axes.plot(table[window - 1 :, 0], smooth, color="#08519c", linewidth=1.4, label=label)
+        axes.legend(frameon=False)
     axes.set_xlabel("step")
     axes.set_ylabel("loss, mean over classes")
-    axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     return figure
