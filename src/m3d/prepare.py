@@ -192,9 +192,10 @@ def check_request(request: Mapping[str, Any]) -> Runtime:
         raise M3DError(f"eval_every={request['eval_every']} is not valid; allowed: 0 (never) and more")
     if request.get("keep_every", 0) < 0:
         raise M3DError(f"keep_every={request['keep_every']} is not valid; allowed: 0 (never) and more")
-    known = METHODS.get(request["method"]).resolve(dict(request["options"]))
-    if isinstance(known.get("kernel"), str):
-        make_kernel(known["kernel"])
+    method = METHODS.get(request["method"])
+    kernel = method.resolve(dict(request["options"])).get("kernel")
+    if isinstance(kernel, str) and method.build.__module__.startswith("m3d."):  # a plugin's may mean something else
+        make_kernel(kernel)
     if request["net"] is not None:
         check_net(request["net"])
     return Runtime.choose(request["device"], request["precision"], request["deterministic"], request["step_mode"])
