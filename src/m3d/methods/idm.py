@@ -12,9 +12,9 @@ table.
 Settings are those of the authors' published commands (not of their script's defaults, which give plain DM): 20,000
 iterations, of which they report the best evaluated one; learning rate 0.2 in standardised units; a new network every 30
 iterations (5 at one image per class, 50 for large images), at most 100 of them (50); 256 real images (the whole class,
-at most 5,000, at one image per class; 128 large ones); the weights of the cross-entropy by resolution, classes and IPC.
-Training accuracies are counted anew every 100 to 1,000 iterations, because the authors' meters are reset at each of
-their evaluations: a network that did not learn since has no say.
+at most 5,000, at one image per class; 128 large ones), and batches of 256 (128) where networks train; the weights of
+the cross-entropy by resolution, classes and IPC. Training accuracies are counted anew every 100 to 1,000 iterations,
+because the authors' meters are reset at each of their evaluations: a network that did not learn since has no say.
 
 Departures:
 - The result is the last step's set, not the best of all by test accuracy. At most 200 decoded images of a class serve a
