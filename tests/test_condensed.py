@@ -283,3 +283,19 @@ def test_a_folder_of_runs_names_some_of_them(tmp_path):
         m3d.resume("nowhere")
     with pytest.raises(m3d.M3DError, match=r"already holds a run, which is finished; look at it with m3d show"):
         m3d.condense("digits", 1, "random", out=tmp_path / "a")
+
+
+@pytest.mark.parametrize("left", [True, False])
+def test_a_run_that_failed_is_forgotten_only_if_it_left_nothing(tmp_path, monkeypatch, left):
+    monkeypatch.setattr("m3d.engine._REPORT_SECONDS", 0.0)
+
+    def fail(progress):
+        if progress.step == 3:
+            raise M3DError("no more")
+
+    options = {"steps": 4, "batch_real": 4, "net": "convnet2:width=8", "keep_every": 2 if left else 0}
+    with pytest.raises(M3DError, match="no more"):
+        m3d.condense("digits", 1, out=tmp_path / "run", report=fail, **options)
+    assert (tmp_path / "run" / RunFolder.RUN).exists() is left
+    if left:  # the set of step 2 can be measured, and the run goes on
+        assert m3d.resume(tmp_path / "run").manifest["steps"] == 4
