@@ -285,6 +285,21 @@ def test_a_folder_of_runs_names_some_of_them(tmp_path):
         m3d.condense("digits", 1, "random", out=tmp_path / "a")
 
 
+@pytest.mark.parametrize("inside", ["cat/1.jpg", "train/cat/1.PNG"])
+def test_a_run_does_not_begin_among_somebody_s_images(tmp_path, inside):
+    (tmp_path / inside).parent.mkdir(parents=True)
+    (tmp_path / inside).write_bytes(b"")
+    for overwrite in (False, True):
+        with pytest.raises(M3DError, match=f"holds images that are not a run's .{inside}.; choose another --out"):
+            m3d.condense("digits", 1, "random", out=tmp_path, overwrite=overwrite)
+    assert len(list(tmp_path.iterdir())) == 1
+    # Beside images, and where a run's own exports lie, it may.
+    m3d.condense("digits", 1, "random", out=tmp_path / "run")
+    (tmp_path / "run" / "imagefolder" / "zero").mkdir(parents=True)
+    (tmp_path / "run" / "imagefolder" / "zero" / "0000.png").write_bytes(b"")
+    m3d.condense("digits", 1, "random", out=tmp_path / "run", overwrite=True)
+
+
 @pytest.mark.parametrize("left", [True, False])
 def test_a_run_that_failed_is_forgotten_only_if_it_left_nothing(tmp_path, monkeypatch, left):
     monkeypatch.setattr("m3d.engine._REPORT_SECONDS", 0.0)

@@ -11,6 +11,7 @@ from typing import Any
 from m3d.errors import M3DError
 
 MOST_JSON = 2**24  # bytes of a JSON file or of a safetensors header: a thousand classes take some hundred kilobytes
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 _DEEPEST = 64
 _BYTES = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,

@@ -6,6 +6,7 @@ import logging
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,12 @@ from torch import Tensor
 
 from m3d.errors import M3DError
 from m3d.files import append_line, read_json, read_newest, set_aside, sweep, write_bytes, write_checked, write_json
-from m3d.limits import parse_json, plain_file
+from m3d.limits import IMAGE_SUFFIXES, parse_json, plain_file
 from m3d.lock import NAME as LOCK
 from m3d.lock import claim
 
 log = logging.getLogger(__name__)
+_LOOKED_AT = 1000  # files, before a folder is taken to hold no images
 
 
 class RunFolder:
@@ -89,8 +91,11 @@ class RunFolder:
         (self / self.RUN).unlink(missing_ok=True)
 
     def require_free(self, overwrite: bool = False) -> None:
-        """Raise if a run lies here that may not be replaced, or if this is no folder."""
-        if ((self / self.RUN).exists() or self.finished) and not overwrite:
+        """Raise if a run lies here that may not be replaced, or somebody's images, or if this is no folder."""
+        begun = (self / self.RUN).exists() or self.finished
+        if not begun and (strange := self._images_of_others()) is not None:
+            raise M3DError(f"{str(self.path)!r} holds images that are not a run's ({strange}); choose another --out")
+        if begun and not overwrite:
             what, first = "a run", f"continue it with m3d condense --resume {self.path}"
             if self.finished:
                 what, first = "a run, which is finished", f"look at it with m3d show {self.path}"
@@ -98,6 +103,15 @@ class RunFolder:
                 f"{str(self.path)!r} already holds {what}; {first}, choose another --out, or pass --overwrite"
             )
         self._require_folder()
+
+    def _images_of_others(self) -> Path | None:
+        """The first image in a folder, or a folder of folders, here: data, which a run's files must not mix with."""
+        for pattern in ("*/*", "*/*/*"):
+            for path in islice(self.path.glob(pattern), _LOOKED_AT):
+                inside = path.relative_to(self.path)
+                if path.suffix.lower() in IMAGE_SUFFIXES and not inside.parts[0].startswith("imagefolder"):
+                    return inside
+        return None
 
     def _require_folder(self) -> None:
         if self.path.exists() and not self.path.is_dir():

@@ -9,8 +9,9 @@ import pytest
 from PIL import Image
 
 from m3d.data import load_data
-from m3d.data.folder import SUFFIXES, read_folder, resize
+from m3d.data.folder import read_folder, resize
 from m3d.errors import M3DError
+from m3d.limits import IMAGE_SUFFIXES
 
 RANDOM = np.random.default_rng(0)
 
@@ -64,7 +65,7 @@ def test_test_is_preferred_to_val(root: Path) -> None:
     assert len(read_folder(root, None)[1]) == 2
 
 
-@pytest.mark.parametrize("suffix", [*SUFFIXES, ".JPEG"])
+@pytest.mark.parametrize("suffix", [*IMAGE_SUFFIXES, ".JPEG"])
 def test_formats(root: Path, suffix: str) -> None:
     image = picture(90, mode="L") if suffix == ".pgm" else picture((90, 90, 90))
     image.save(root / "train" / "cat" / f"second{suffix}")

@@ -17,8 +17,8 @@ from m3d.data.ingest import Handling, read
 from m3d.data.keep_back import KeepBack
 from m3d.decode import Encoded, fit
 from m3d.errors import M3DError
+from m3d.limits import IMAGE_SUFFIXES
 
-SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 _TEST_FOLDERS = ("test", "val", "valid", "validation")  # the first that exists is the test split
 _LAYOUT = "expected: train/CLASS/*.png and test/CLASS/*.png (or val, valid, validation; any image format)"
 
@@ -43,7 +43,7 @@ class FolderFiles:
                 stamps.extend((size, changed))
             counts.append(len(ends) - before)
             if not counts[-1]:
-                kinds = ", ".join(suffix[1:] for suffix in SUFFIXES)
+                kinds = ", ".join(suffix[1:] for suffix in IMAGE_SUFFIXES)
                 raise M3DError(f"{root / name}: class {name!r} has no image; every class needs at least one ({kinds})")
         self._ends = np.frombuffer(ends, np.int64)  # [N + 1]
         self.count = np.frombuffer(counts, np.int64)  # [C]
@@ -117,7 +117,7 @@ def _undivided(root: Path, keep_back: KeepBack) -> Path:
 def _holds_folders(path: Path) -> bool:
     """Whether this holds folders and no images, as a split does; a class of that name holds images."""
     inside = [p for p in path.iterdir() if not p.name.startswith(".")]
-    return any(p.is_dir() for p in inside) and not any(p.name.lower().endswith(SUFFIXES) for p in inside)
+    return any(p.is_dir() for p in inside) and not any(p.name.lower().endswith(IMAGE_SUFFIXES) for p in inside)
 
 
 def resize(images: np.ndarray, size: int) -> np.ndarray:
@@ -170,7 +170,7 @@ def _image_files(folder: Path) -> list[tuple[str, int, int]]:
                     continue
                 if entry.is_dir(follow_symlinks=False):
                     inside.append(f"{prefix}{entry.name}/")
-                elif entry.name.lower().endswith(SUFFIXES) and (stamp := _stamp(entry)) is not None:
+                elif entry.name.lower().endswith(IMAGE_SUFFIXES) and (stamp := _stamp(entry)) is not None:
                     found.append((f"{prefix}{entry.name}", *stamp))
     found.sort(key=lambda file: file[0].split("/"))
     return found
