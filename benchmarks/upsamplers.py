@@ -4,8 +4,8 @@
     python benchmarks/upsamplers.py digits --factors 2 --images 200
 
 An enlarged cell lies in the columns of the up-sampler's matrix, rows and columns of the image alike. Training images,
-less their mean colour, are projected on that space; what is left is given as a share of their variance, beside the
-smallest that any pair of such matrices leaves (principal components of the rows and of the columns).
+less their mean colour, are projected on that space; what is left is given as a share of their variance, beside what as
+many principal components of the rows and of the columns leave.
 Writes results/upsamplers.json.
 """
 
@@ -56,7 +56,7 @@ def main() -> None:
             for name, matrix in UPSAMPLERS.items()
         }
         vertical, horizontal = images.mT.reshape(-1, h), images.reshape(-1, w)
-        of["any"] = left(images, components(vertical, cell_h), components(horizontal, cell_w))
+        of["components"] = left(images, components(vertical, cell_h), components(horizontal, cell_w))
         shares[str(factor)] = of
         print(f"factor {factor}: " + ", ".join(f"{name} {share:.2%}" for name, share in of.items()), flush=True)
     report = {**Runtime.choose("cpu").describe(), "data": options.data, "images": len(images), "left": shares}

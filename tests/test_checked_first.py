@@ -233,6 +233,9 @@ class _Judged:
         ({"lr": "much"}, "lr='much' is not valid"),
         ({"method": "m3"}, "unknown method 'm3'"),
         ({"kernel": "gausian"}, "unknown kernel 'gausian'. Did you mean 'gaussian'"),
+        ({"kernel": "polynomial:degre=3"}, "unknown option of polynomial 'degre'"),
+        ({"init": "hering"}, "unknown initialisation 'hering'. Did you mean 'herding'"),
+        ({"method": "dsa", "init": "hering"}, "unknown initialisation 'hering'"),  # a variant's option
         ({"net": "convnet3,width=16"}, "options follow a colon, as in convnet3:width=16"),
         ({"net": "convnet3:widht=16"}, "unknown option of convnet3 'widht'"),
         ({"device": "tpu"}, "unknown device 'tpu'"),

@@ -15,6 +15,7 @@ from PIL import Image
 from shell import FAST, fails, run
 
 from m3d.condensed import CondensedSet
+from m3d.pictures import loss_curve
 from m3d.run_folder import RunFolder
 
 
@@ -40,8 +41,9 @@ def test_condense_evaluate_show_export(capsys, finished, tmp_path):
     with Image.open(finished / "images.png") as picture:
         assert picture.width > 200
     for target, name in (("imagefolder", "imagefolder"), ("npz", "condensed.npz"), ("pt", "condensed.pt")):
-        code, out, _ = run(capsys, "export", finished, "--to", target)
-        assert code == 0 and (finished / name).exists()
+        code, out, err = run(capsys, "export", finished, "--to", target)
+        assert code == 0 and (finished / name).exists() and out.strip() == str(finished / name)
+        assert err == "m3d: 2 images per class, as a network is shown them\n"
         assert "pass --overwrite" in fails(capsys, "export", finished, "--to", target)
         if target == "imagefolder":
             (finished / name / "0" / "stale.png").touch()
@@ -381,3 +383,18 @@ def test_help_names_every_plan(capsys):
 
     words = " ".join(run(capsys, "reproduce", "--help")[1].replace(",", " ").replace(";", " ").split()).split()
     assert set(PLANS) <= set(words)
+
+
+def test_a_curve_of_few_steps_is_one_line(tmp_path):
+    """A mean of one step would lie on the steps themselves."""
+    folder = RunFolder(tmp_path)
+    for steps, lines, legend in ((60, 1, False), (150, 2, True)):
+        folder.write_history([1.0 / (step + 1) for step in range(steps)])
+        (axes,) = loss_curve(folder).axes
+        assert len(axes.lines) == lines and (axes.get_legend() is not None) is legend
+
+
+def test_on_a_cpu_a_shorter_first_look_is_offered(capsys, tmp_path):
+    few = ["--steps", 2, "--net", "convnet2:width=8", "--batch-real", 4, "--out", tmp_path / "run"]
+    code, out, _ = run(capsys, "condense", "digits", *few)
+    assert code == 0 and "on a CPU, for a first look: m3d evaluate … --protocol quick --repeats 2" in out

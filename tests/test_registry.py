@@ -1,6 +1,6 @@
 """Names and options: suggestions, duplicates, conversion by annotation."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import pytest
 
@@ -90,3 +90,25 @@ def test_a_variant_takes_the_options_of_what_it_varies(things):
     with pytest.raises(M3DError, match="unknown option of small-thing 'kind'"):
         entry.resolve({"kind": "a"})
     assert list(things.get("big-thing").options()) == ["count", "rate", "kind", "on"]
+
+
+def test_a_type_may_bring_a_check_of_its_own():
+    """It is asked once the value is of the plain type, which is what a listing shows."""
+
+    def even(value: int) -> None:
+        if value % 2:
+            raise M3DError(f"{value} is odd")
+
+    registry: Registry[int] = Registry("number")
+
+    @registry.register("pair")
+    def pair(*, first: Annotated[int, even] = 2, second: Annotated[int, even] | None = None) -> int:
+        """Two even numbers."""
+        return first + (second or 0)
+
+    entry = registry.get("pair")
+    assert [option.kind for option in entry.options().values()] == ["int", "int or auto"]
+    assert entry.resolve({"first": "4", "second": "auto"}) == {"first": 4, "second": None}
+    for given, message in (({"first": 3}, "3 is odd"), ({"second": "5"}, "5 is odd"), ({"first": "x"}, "allowed: int")):
+        with pytest.raises(M3DError, match=message):
+            entry.resolve(given)

@@ -182,8 +182,9 @@ def usage_hint(error: Any) -> str:
     if not any("--set" in param.opts for param in context.command.params):
         return hint
     name = unknown.lstrip("-").replace("-", "_")
-    from m3d.listing import MEANINGS  # late: it imports PyTorch, which a mistake may wait for and nothing else should
+    if alike:
+        from m3d.listing import MEANINGS  # late: it imports PyTorch
 
-    if not alike or name in MEANINGS:
-        hint += f"; if it is an option of the method: --set {name}=VALUE"
-    return hint
+        if name not in MEANINGS:
+            return hint
+    return f"{hint}; if it is an option of the method: --set {name}=VALUE"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
@@ -276,3 +276,6 @@ def make_kernel(spec: str) -> Kernel:
     entry = KERNELS.get(name)
     given: dict[str, Any] = entry.resolve(options)
     return entry.build(**given)
+
+
+KernelSpec = Annotated[str, make_kernel]  # an option that names a kernel

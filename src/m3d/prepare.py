@@ -19,7 +19,6 @@ from m3d.engine import condense as run_engine
 from m3d.errors import M3DError
 from m3d.evaluation import evaluate as evaluate_set
 from m3d.evaluation import make_protocol
-from m3d.kernels import make_kernel
 from m3d.method import Method
 from m3d.methods import METHODS, Task, make_method
 from m3d.nets import check_net, make_net
@@ -192,10 +191,7 @@ def check_request(request: Mapping[str, Any]) -> Runtime:
         raise M3DError(f"eval_every={request['eval_every']} is not valid; allowed: 0 (never) and more")
     if request.get("keep_every", 0) < 0:
         raise M3DError(f"keep_every={request['keep_every']} is not valid; allowed: 0 (never) and more")
-    method = METHODS.get(request["method"])
-    kernel = method.resolve(dict(request["options"])).get("kernel")
-    if isinstance(kernel, str) and method.build.__module__.startswith("m3d."):  # a plugin's may mean something else
-        make_kernel(kernel)
+    METHODS.get(request["method"]).resolve(dict(request["options"]))
     if request["net"] is not None:
         check_net(request["net"])
     return Runtime.choose(request["device"], request["precision"], request["deterministic"], request["step_mode"])

@@ -1,7 +1,8 @@
 """Named things a user can ask for by string: methods, kernels, networks, protocols, datasets.
 
 A registry refuses duplicates, suggests the nearest name for a wrong one, and checks options against the builder's own
-signature: keyword-only parameters with typed defaults *are* the schema of the configuration and of the command line.
+signature: keyword-only parameters with typed defaults *are* the schema of the configuration and of the command line. A
+type may bring a check of its own: ``Annotated[str, check]``.
 """
 
 from __future__ import annotations
@@ -140,7 +141,7 @@ class Registry(Generic[T]):
 
 
 def _keyword_only(build: Callable[..., Any]) -> dict[str, Option]:
-    hints = typing.get_type_hints(build)
+    hints = typing.get_type_hints(build, include_extras=True)
     return {
         p.name: Option(p.name, hints.get(p.name, Any), p.default)
         for p in inspect.signature(build).parameters.values()
@@ -176,6 +177,12 @@ def _alternatives(annotation: Any) -> tuple[Any, ...]:
 
 
 def _as(value: Any, kind: Any) -> tuple[bool, Any]:
+    if typing.get_origin(kind) is typing.Annotated:
+        plain, check = typing.get_args(kind)
+        fits, converted = _as(value, plain)
+        if fits:
+            check(converted)  # says itself what is wrong
+        return fits, converted
     if typing.get_origin(kind) is typing.Literal:
         return value in typing.get_args(kind), value
     if kind is type(None):
@@ -202,6 +209,8 @@ def _describe(annotation: Any) -> str:
     for kind in _alternatives(annotation):
         if typing.get_origin(kind) is typing.Literal:
             names.append("one of " + ", ".join(map(str, typing.get_args(kind))))
+        elif typing.get_origin(kind) is typing.Annotated:
+            names.append(_describe(typing.get_args(kind)[0]))
         else:
             names.append("auto" if kind is type(None) else getattr(kind, "__name__", str(kind)))
     return " or ".join(names)

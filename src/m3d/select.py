@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Annotated, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -194,3 +194,6 @@ def make_init(spec: str) -> Init:
     name, options = parse_spec(spec)
     entry = INITS.get(name)
     return entry.build(**entry.resolve(options))
+
+
+InitSpec = Annotated[str, make_init]  # an option that names an initialisation

@@ -193,8 +193,8 @@ def bicubic_matrix(target: int, source: int, device: torch.device | str = "cpu")
 def cosine_matrix(target: int, source: int, device: torch.device | str = "cpu") -> Tensor:
     """[target, source], source ≤ target: resizing of one axis by its type-II cosine transform, higher frequencies zero.
 
-    Its columns are orthogonal, so no pattern of a cell is learned more slowly than another, and what it can show, all
-    images without high frequencies, is nearly the best that so many numbers can do for natural images (LAB.md).
+    Its columns are orthogonal, so that enlarging weakens no pattern of a cell; and what it can show, all images without
+    high frequencies, leaves hardly more of real images out than their principal components do (LAB.md).
     """
     numbers = torch.arange(source, dtype=torch.float64)
     large, small = (

@@ -104,12 +104,22 @@ def clear_bars() -> None:
         _Bar._shown.close()
 
 
+class _Shown(logging.Handler):
+    """Hands every record to ``show``."""
+
+    def __init__(self, show: Callable[[logging.LogRecord], None]):
+        super().__init__()
+        self._show = show
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._show(record)
+
+
 @contextmanager
 def _listening(show: Callable[[logging.LogRecord], None]) -> Iterator[None]:
     """What the library says of its work goes to ``show``."""
-    logger, handler = logging.getLogger("m3d"), logging.Handler()
+    logger, handler = logging.getLogger("m3d"), _Shown(show)
     before = logger.level
-    handler.emit = show  # type: ignore[method-assign, assignment]
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     try:

@@ -39,7 +39,7 @@ from m3d.objectives import Discriminate, LayerMeans
 from m3d.players import Descent
 from m3d.pools.watched import Watched
 from m3d.probes import Forward
-from m3d.select import make_init
+from m3d.select import InitSpec, make_init
 from m3d.synth import Tiles
 
 
@@ -60,7 +60,7 @@ def cafe(
     queries: int = 128,
     batch_real: int = 256,
     augment: str = "none",
-    init: str = "noise",
+    init: InitSpec = "noise",
     bounded: bool = True,
 ) -> Method:
     """Match the mean maps of every layer, and let the synthetic features' class means classify the real ones."""
@@ -101,6 +101,6 @@ def milestones(steps: int) -> tuple[int, ...]:
 @METHODS.variant(
     "cafe-dsa", of=cafe, paper="Wang et al., CVPR 2022", equation="layer-wise alignment, discrimination", cost="high"
 )
-def cafe_dsa(task: Task, *, augment: str | None = None, init: str = "real", **options: Any) -> Method:
+def cafe_dsa(task: Task, *, augment: str | None = None, init: InitSpec = "real", **options: Any) -> Method:
     """CAFE from real images with siamese augmentation."""
     return cafe(task, augment=siamese(task) if augment is None else augment, init=init, **options)

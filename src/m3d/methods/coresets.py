@@ -9,8 +9,8 @@ pixels. Of a class with mean μ, when k images are chosen, the next one is
 
 Herding takes the point *nearest* to what is missing to the class mean; some public code takes the farthest.
 
-Departures: the publications in this field train their network to the end and name no number of epochs; ours has 20
-(``epochs``), and its representation is the classifier's input. With one image per class both rules choose the same.
+Departures: how long the network of the published selections is trained is not in our sources; ours has 20 epochs, and
+its representation is the classifier's input. With one image per class both rules choose the same.
 """
 
 from __future__ import annotations

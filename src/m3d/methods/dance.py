@@ -26,7 +26,7 @@ from m3d.methods.m3d import default_factor
 from m3d.objectives import MMD
 from m3d.players import Descent
 from m3d.pools.pretrained import Pretrained, default_batch, encoder_recipe
-from m3d.select import make_init
+from m3d.select import InitSpec, make_init
 from m3d.synth import Tiles
 
 
@@ -51,7 +51,7 @@ def dance(
     batch_real: int = 128,
     batch_syn_max: int = 200,
     augment: str = "color+crop+cutout",
-    init: str = "real",
+    init: InitSpec = "real",
 ) -> Method:
     """Match means under encoders between random and trained ones; a trained network must recognise the images."""
     large = min(task.shape[1:]) >= 128

@@ -28,7 +28,7 @@ from m3d.objectives import MMD, Attention
 from m3d.players import Descent
 from m3d.pools import Fresh
 from m3d.probes import Forward
-from m3d.select import make_init
+from m3d.select import InitSpec, make_init
 from m3d.synth import Tiles
 
 _WEIGHT = 100.0
@@ -48,7 +48,7 @@ def datadam(
     batch_real: int = 64,
     batch_syn_max: int = 200,
     augment: str | None = None,
-    init: str = "real",
+    init: InitSpec = "real",
     bounded: bool = False,
 ) -> Method:
     """Match where random batch-norm networks look in each class's images, and the mean representation."""

@@ -29,7 +29,7 @@ from m3d.objectives import CosineRows
 from m3d.players import Descent
 from m3d.pools import TrainedOnSynthetic
 from m3d.probes import Gradient
-from m3d.select import make_init
+from m3d.select import InitSpec, make_init
 from m3d.synth import Tiles
 
 # Images per class → (steps per network, epochs of training after each), as published.
@@ -54,7 +54,7 @@ def dc(
     batch_real: int = 256,
     batch_syn_max: int = 200,
     augment: str = "none",
-    init: str = "noise",
+    init: InitSpec = "noise",
     bounded: bool = True,
 ) -> Method:
     """Match the gradients that real and synthetic images give a network trained on the synthetic ones."""
@@ -83,7 +83,7 @@ def dc(
 
 
 @METHODS.variant("dsa", of=dc, paper="Zhao & Bilen, ICML 2021", equation="gradient matching", cost="high")
-def dsa(task: Task, *, augment: str | None = None, init: str = "real", **options: Any) -> Method:
+def dsa(task: Task, *, augment: str | None = None, init: InitSpec = "real", **options: Any) -> Method:
     """DC from real images with siamese augmentation."""
     return dc(task, augment=siamese(task) if augment is None else augment, init=init, **options)
 

@@ -29,7 +29,7 @@ from m3d.methods import METHODS, Task
 from m3d.objectives import MMD, Moment, Objective
 from m3d.players import Descent
 from m3d.pools import Fresh
-from m3d.select import make_init
+from m3d.select import InitSpec, make_init
 from m3d.synth import Tiles
 from m3d.types import Seen
 
@@ -46,7 +46,7 @@ def dm(
     batch_real: int = 256,
     batch_syn_max: int = 200,
     augment: str | None = None,
-    init: str = "real",
+    init: InitSpec = "real",
     bounded: bool = True,
     objective: Literal["dm", "m3d"] = "dm",
     moments: int = 1,

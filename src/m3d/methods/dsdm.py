@@ -26,7 +26,7 @@ from m3d.methods.m3d import default_factor
 from m3d.objectives import MMD, Covariance, History, Objective
 from m3d.players import Descent
 from m3d.pools.pretrained import Pretrained, default_batch
-from m3d.select import make_init
+from m3d.select import InitSpec, make_init
 from m3d.synth import Tiles
 from m3d.train import Recipe
 from m3d.types import Seen
@@ -54,7 +54,7 @@ def dsdm(
     batch_real: int = 256,
     batch_syn_max: int = 256,
     augment: str = "color+crop+cutout",
-    init: str = "real",
+    init: InitSpec = "real",
 ) -> Method:
     """Match means and covariances under trained networks, and keep each class's mean near its own past."""
     lr = 0.01 * task.ipc if lr is None else lr

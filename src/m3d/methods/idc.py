@@ -5,7 +5,7 @@ mosaic of smaller ones (factor 2, 3 for photographs; ``idc-i`` is factor 1), and
 compared by the sum of squared (CIFAR, SVHN) or absolute (MNIST, Fashion-MNIST, ImageNet) differences. 2,000 networks of
 100 steps each; for subsets of ImageNet 500, each trained on all real images before its first step. With the factor
 MNIST is matched without cutout. The learning rate grows with images per class and with pixels: the published one times
-IPC / 10 · (side / side₀)², side₀ being the side it was published for. Only 28 and 32 pixels have been tried here.
+IPC / 10 · (side / side₀)², side₀ being the side it was published for. Only 32 pixels have been measured here.
 
 Departures: all classes move in one step with momentum 0.5 instead of one after the other through a shared momentum
 buffer, which in the long run moves them as far; the number of real images per step of training counts whole images, not
@@ -28,7 +28,7 @@ from m3d.objectives import PowerDistance
 from m3d.players import Descent
 from m3d.pools import TrainedOnReal
 from m3d.probes import Gradient
-from m3d.select import make_init
+from m3d.select import InitSpec, make_init
 from m3d.synth import Tiles
 from m3d.train import Recipe
 
@@ -72,7 +72,7 @@ def idc(
     batch_real: int = 64,
     batch_syn_max: int = 128,
     augment: str | None = None,
-    init: str = "real",
+    init: InitSpec = "real",
 ) -> Method:
     """Match gradients of networks trained on real images, with factor & up-sampling."""
     side = min(task.shape[1:])

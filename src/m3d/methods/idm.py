@@ -43,7 +43,7 @@ from m3d.methods import METHODS, Task
 from m3d.objectives import MMD, Objective
 from m3d.players import Descent
 from m3d.pools.queue import Queue
-from m3d.select import make_init
+from m3d.select import InitSpec, make_init
 from m3d.synth import Tiles
 from m3d.train import Recipe
 from m3d.types import Seen
@@ -106,7 +106,7 @@ def idm(
     batch_real: int | None = None,
     batch_syn_max: int = 200,
     augment: str | None = None,
-    init: str = "real",
+    init: InitSpec = "real",
     bounded: bool = True,
     objective: Literal["dm", "m3d"] = "dm",
     m3d_weight: float = 200.0,

@@ -27,13 +27,13 @@ from typing import NamedTuple
 
 from m3d.augment import Augment
 from m3d.errors import M3DError
-from m3d.kernels import make_kernel
+from m3d.kernels import KernelSpec, make_kernel
 from m3d.method import Matching, Method
 from m3d.methods import METHODS, Task
 from m3d.objectives.features import MMD
 from m3d.players import Descent
 from m3d.pools import Fresh
-from m3d.select import make_init
+from m3d.select import InitSpec, make_init
 from m3d.synth import Chroma, Tiles, Upsample
 
 
@@ -80,12 +80,12 @@ def m3d(
     factor: int | None = None,
     upsample: Upsample | None = None,
     chroma: Chroma = "full",
-    kernel: str = "gaussian",
+    kernel: KernelSpec = "gaussian",
     ipm: int = 5,
     batch_real: int = 128,
     batch_syn_max: int = 200,
     augment: str | None = None,
-    init: str = "real",
+    init: InitSpec = "real",
     average_from: float = 0.8,
 ) -> Method:
     """Minimise the maximum mean discrepancy of representations under random encoders (the paper's method)."""

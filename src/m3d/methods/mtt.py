@@ -31,7 +31,7 @@ from m3d.methods.m3d import size_rate
 from m3d.objectives import EndPoint
 from m3d.players import Descent
 from m3d.pools.experts import Experts
-from m3d.select import make_init
+from m3d.select import InitSpec, make_init
 from m3d.synth import Tiles
 from m3d.train import Recipe
 from m3d.unroll import Lessons, Unroll
@@ -99,7 +99,7 @@ def mtt(
     experts: int = 100,
     expert_epochs: int = 50,
     augment: str | None = None,
-    init: str = "real",
+    init: InitSpec = "real",
     bounded: bool = False,
     recompute: bool | None = None,
 ) -> Method:

@@ -30,7 +30,7 @@ from m3d.methods.m3d import default_factor
 from m3d.objectives import CharacteristicGap
 from m3d.players import AdamW
 from m3d.pools.pretrained import Pretrained, default_batch, encoder_recipe
-from m3d.select import make_init
+from m3d.select import InitSpec, make_init
 from m3d.synth import Tiles
 
 
@@ -57,7 +57,7 @@ def ncfm(
     batch_real: int = 128,
     batch_syn_max: int = 200,
     augment: str = "color+crop+cutout",
-    init: str = "real",
+    init: InitSpec = "real",
 ) -> Method:
     """Match characteristic functions of representations, under encoders between random and trained ones."""
     climber = AdamW(lr_sampler, ascent=True)

@@ -22,7 +22,7 @@ from typing import NamedTuple
 from m3d.augment import Augment
 from m3d.errors import M3DError
 from m3d.guides import CrossEntropy
-from m3d.kernels import Kernel, make_kernel
+from m3d.kernels import Kernel, KernelSpec, make_kernel
 from m3d.method import Matching, Method
 from m3d.methods import METHODS, Task
 from m3d.methods.m3d import own_settings, size_rate
@@ -30,7 +30,7 @@ from m3d.objectives import MMD, LayersMMD, Objective
 from m3d.players import Descent
 from m3d.pools.pretrained import Pretrained, default_batch, encoder_recipe
 from m3d.probes import Forward
-from m3d.select import make_init
+from m3d.select import InitSpec, make_init
 from m3d.synth import Chroma, Tiles, Upsample
 from m3d.types import Seen
 
@@ -57,7 +57,7 @@ def plus(
     factor: int | None = None,
     upsample: Upsample | None = None,
     chroma: Chroma | None = None,
-    kernel: str = "gaussian",
+    kernel: KernelSpec = "gaussian",
     layers: int = 0,
     layer_weight: float = 1.0,
     ce_weight: float | None = None,
@@ -72,7 +72,7 @@ def plus(
     batch_real: int = 128,
     batch_syn_max: int = 200,
     augment: str | None = None,
-    init: str = "real",
+    init: InitSpec = "real",
 ) -> Method:
     """M3D through encoders between random and trained ones, whose images a trained network must recognise."""
     chosen = make_kernel(kernel)
