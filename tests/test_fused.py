@@ -79,19 +79,20 @@ def test_stem(nets, n, channels, h, w, padding):
     agree(frozen, naive, (x,))
 
 
+@pytest.mark.parametrize(("kernel", "stride"), [(3, 1), (3, 2), (1, 1), (1, 2), (5, 3)])
 @pytest.mark.parametrize(
-    ("nets", "n", "inputs", "outputs", "h", "w"), [(2, 3, 4, 6, 8, 8), (3, 1, 5, 5, 4, 6), (1, 2, 3, 2, 2, 2)]
+    ("nets", "n", "inputs", "outputs", "h", "w"), [(2, 3, 4, 6, 8, 8), (3, 1, 5, 5, 4, 7), (1, 2, 3, 2, 2, 2)]
 )
-def test_every_networks_own_convolution(nets, n, inputs, outputs, h, w):
+def test_every_networks_own_convolution(nets, n, inputs, outputs, h, w, kernel, stride):
     """Value, and the gradients of images and weights, of weights that are rows of one buffer."""
-    x, flat = tensor(n, h, w, nets * inputs), tensor(nets, outputs * inputs * 9 + 7, seed=1)
-    weight = flat[:, 4:-3].view(nets, outputs, inputs, 3, 3)
-    images = x.unflatten(3, (nets, inputs))
-    each = [functional.conv2d(images[:, :, :, r].permute(0, 3, 1, 2), weight[r], padding=1) for r in range(nets)]
+    x, flat = tensor(n, h, w, nets * inputs), tensor(nets, outputs * inputs * kernel**2 + 7, seed=1)
+    weight = flat[:, 4:-3].view(nets, outputs, inputs, kernel, kernel)
+    images, how = x.unflatten(3, (nets, inputs)), {"stride": stride, "padding": kernel // 2}
+    each = [functional.conv2d(images[:, :, :, r].permute(0, 3, 1, 2), weight[r], **how) for r in range(nets)]
     naive = torch.cat(each, dim=1).permute(0, 2, 3, 1)
-    agree(conv_each(x, weight), naive, (x, flat), tolerance=1e-6)
-    agree(conv_each(x, weight.detach()), naive, (x,), tolerance=1e-6)
-    agree(conv_each(x.detach(), weight), naive, (flat,), tolerance=1e-6)
+    agree(conv_each(x, weight, stride), naive, (x, flat), tolerance=1e-6)
+    agree(conv_each(x, weight.detach(), stride), naive, (x,), tolerance=1e-6)
+    agree(conv_each(x.detach(), weight, stride), naive, (flat,), tolerance=1e-6)
 
 
 @pytest.mark.parametrize(

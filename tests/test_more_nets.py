@@ -216,6 +216,24 @@ def test_stacked_equals_single(spec, norm):
         torch.testing.assert_close([m[r] for m in seen.maps], list(own.maps))
 
 
+@pytest.mark.parametrize("shape", [(3, 32, 32), (1, 28, 28)])
+@pytest.mark.parametrize(
+    "spec", [*SMALL, "resnet10:width=4,norm=batch", "densenet121:growth=2,norm=batch", "alexnet", "vgg11"]
+)
+def test_networks_side_by_side_equal_one_by_one(spec, shape):
+    """In float64, strides, shortcuts and odd paddings included: what is seen, and gradients of weights and images."""
+    net = FlatNet(make_net(spec, shape, 4))
+    flat = net.fresh(0, Purpose.ENCODER, ZERO, torch.arange(3)).double().requires_grad_()
+    x = torch.rand(3, 2, *shape, dtype=torch.float64, requires_grad=True)
+    direction = torch.randn(3, 2, 4, dtype=torch.float64)
+    found = []
+    for way in (net.net.stacked, net.net.side_by_side):
+        seen = way(net.unflatten(flat), x, torch.float64)
+        found.append((seen.features, seen.logits, *torch.autograd.grad((seen.logits * direction).sum(), (flat, x))))
+    for plain, ours in zip(*found, strict=True):
+        assert plain.shape == ours.shape and (plain - ours).norm() < 1e-11 * plain.norm()
+
+
 @pytest.mark.parametrize("spec", [*SMALL, "resnet10:width=4,norm=batch", "alexnet", "alexnet:norm=none", "vgg11"])
 def test_half_precision_is_finite_and_close(spec):
     net = FlatNet(make_net(spec, (3, 32, 32), 4))

@@ -187,18 +187,22 @@ def test_one_process_may_condense_and_evaluate_many_times(data):
         Trainer(net, images, Recipe(epochs=1, batch=32 + k, lr=0.01), 2, 0, Runtime.choose("cuda")).run(1)
 
 
-@pytest.mark.parametrize("mode", ["eager", "compile"])
-def test_recorded_training_equals_the_cpu(mode):
-    """5 epochs of 3 batches (the last smaller) with recorded graphs against the CPU, float32, weights to 1e-3."""
+@pytest.mark.parametrize(
+    ("spec", "mode"),
+    [(NET, "eager"), (NET, "compile"), ("resnet10:width=4,norm=batch", "eager"), ("vgg11:norm=instance", "eager")],
+)
+def test_recorded_training_equals_the_cpu(spec, mode):
+    """5 epochs of 3 batches (the last smaller) with recorded graphs, networks side by side, against the CPU, where they
+    are trained one by one; float32, weights to 1e-3."""
     recipe = Recipe(
         5, 8, 0.05, milestones=(3,), augment=Augment(("flip", "color"), ("crop", "scale", "rotate")), cutmix=0.5
     )
     flats = []
     for device in ("cpu", "cuda"):
         generator = torch.Generator().manual_seed(0)
-        pixels, labels = torch.rand(20, 3, 16, 16, generator=generator), torch.randint(0, 4, (20,), generator=generator)
+        pixels, labels = torch.rand(20, 3, 32, 32, generator=generator), torch.randint(0, 4, (20,), generator=generator)
         images = Images(pixels.to(device), labels.to(device), Normalise((0.5,) * 3, (0.2,) * 3, device=device))
-        net = FlatNet(make_net(NET, (3, 16, 16), 4), device)
+        net = FlatNet(make_net(spec, (3, 32, 32), 4), device)
         runtime = Runtime.choose(device, "fp32", step_mode=mode if device == "cuda" else "eager")
         with runtime.active():
             trainer = Trainer(net, images, recipe, 3, 0, runtime)

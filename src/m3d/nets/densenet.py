@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import cast
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from m3d.errors import M3DError
 from m3d.nets.norms import norm_layer
-from m3d.nets.single import Conv, Single, pooled, require_size
+from m3d.nets.single import Classifier, Conv, Grouped, beside, pooled, require_size
 from m3d.types import Seen
 
 
@@ -19,6 +18,7 @@ class Layer(nn.Module):
 
     def __init__(self, inputs: int, growth: int, norm: str):
         super().__init__()
+        self.inputs = inputs
         self.norms = nn.ModuleList([norm_layer(norm, inputs), norm_layer(norm, 4 * growth)])
         self.convs = nn.ModuleList(
             [Conv(inputs, 4 * growth, 1, bias=False), Conv(4 * growth, growth, 3, padding=1, bias=False)]
@@ -29,10 +29,10 @@ class Layer(nn.Module):
         y = x
         for norm, conv in zip(self.norms, self.convs, strict=True):
             y = conv(functional.relu(norm(y), inplace=True))
-        return torch.cat([x, y], dim=1)
+        return beside(x, y, self.inputs)
 
 
-class DenseNet(Single):
+class DenseNet(Grouped):
     """DenseNet-BC (Huang et al. 2017) with the CIFAR stem: one 3×3 convolution to 2 · growth maps, no pooling.
 
     Four dense blocks; after each of the first three a transition: norm → ReLU → 1×1 convolution to half as many maps →
@@ -55,7 +55,7 @@ class DenseNet(Single):
             if k < len(layers) - 1:
                 self.transitions.append(nn.Sequential(Conv(width, width // 2, 1, bias=False), nn.AvgPool2d(2)))
                 width //= 2
-        self.classifier = nn.Linear(width, classes)
+        self.classifier = Classifier(width, classes)
 
     def forward(self, images: Tensor) -> Seen:
         """What this network sees in ``images`` [n, ch, h, w]; convolutions compute in their precision."""

@@ -1,10 +1,11 @@
-"""A 3×3 convolution of every network on its own images, as one grouped convolution with a backward of its own.
+"""A convolution of every network on its own images, as one grouped convolution with a backward of its own.
 
 cuDNN's grouped convolution is fast forward and for the weights' gradient, but for the images' gradient it went network
 by network, cutting its channels out and putting them back: a third of the time of training ten networks (LAB.md). The
-images' gradient of a convolution with padding 1 is itself such a convolution, of the incoming gradient with the weights
-turned by 180° and their channels exchanged, so it is computed as one. Activations are [n, h, w, R·c], the networks'
-channels side by side.
+images' gradient of a convolution that keeps the size is itself such a convolution, of the incoming gradient with the
+weights turned by 180° and their channels exchanged, so it is computed as one; where the convolution has a stride, the
+incoming gradient is first spread out, with zeros between. Kernels are odd and padded by their half. Activations are
+[n, h, w, R·c], the networks' channels side by side.
 """
 
 from __future__ import annotations
@@ -15,72 +16,91 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-_SAME = (1, 1)  # padding, stride and dilation: a 3×3 convolution that keeps the size
+_PLAIN = (1, 1)  # a stride or dilation that changes nothing
 
 
 def _laid_out(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """[R·O, I, 3, 3] of ``weight`` [R, O, I, 3, 3] in ``dtype``, channels last: cast and moved in one go."""
-    nets, outputs, inputs = weight.shape[:3]
-    low = weight.new_empty(nets, outputs, 3, 3, inputs, dtype=dtype)
+    """[R·O, I, k, k] of ``weight`` [R, O, I, k, k] in ``dtype``, channels last: cast and moved in one go."""
+    nets, outputs, inputs, height, width = weight.shape
+    low = weight.new_empty(nets, outputs, height, width, inputs, dtype=dtype)
     low.permute(0, 1, 4, 2, 3).copy_(weight)
     return low.flatten(0, 1).permute(0, 3, 1, 2)
 
 
-def _convolved(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """[n, h, w, R·O] of ``x`` [n, h, w, R·I]."""
-    y = functional.conv2d(x.permute(0, 3, 1, 2), _laid_out(weight, dtype), padding=_SAME, groups=len(weight))
+def _padding(weight: Tensor) -> tuple[int, int]:
+    return (weight.shape[3] // 2, weight.shape[4] // 2)
+
+
+def _convolved(x: Tensor, weight: Tensor, stride: int) -> Tensor:
+    """[n, h', w', R·O] of ``x`` [n, h, w, R·I], in its precision."""
+    laid_out, padding = _laid_out(weight, x.dtype), _padding(weight)
+    y = functional.conv2d(x.permute(0, 3, 1, 2), laid_out, None, stride, padding, groups=len(weight))
     return y.permute(0, 2, 3, 1).contiguous()
 
 
+def _spread(grad: Tensor, size: tuple[int, int], stride: int) -> Tensor:
+    """[n, *size, c]: ``grad`` [n, h', w', c] where a convolution with ``stride`` looked, zeros between."""
+    wide = grad.new_zeros(grad.shape[0], *size, grad.shape[3])
+    wide[:, ::stride, ::stride] = grad
+    return wide
+
+
 @torch.library.custom_op("m3d::conv_each", mutates_args=())
-def _conv_op(x: Tensor, weight: Tensor) -> Tensor:
-    return _convolved(x, weight, x.dtype)
+def _conv_op(x: Tensor, weight: Tensor, stride: int) -> Tensor:
+    return _convolved(x, weight, stride)
 
 
 @_conv_op.register_fake
-def _(x: Tensor, weight: Tensor) -> Tensor:
-    return x.new_empty(*x.shape[:3], weight.shape[0] * weight.shape[1])
+def _(x: Tensor, weight: Tensor, stride: int) -> Tensor:
+    height, width = (-(-side // stride) for side in x.shape[1:3])
+    return x.new_empty(x.shape[0], height, width, weight.shape[0] * weight.shape[1])
 
 
 @torch.library.custom_op("m3d::conv_each_backward", mutates_args=())
-def _conv_backward_op(grad: Tensor, x: Tensor, weight: Tensor, images: bool, weights: bool) -> tuple[Tensor, Tensor]:
+def _conv_backward_op(
+    grad: Tensor, x: Tensor, weight: Tensor, stride: int, images: bool, weights: bool
+) -> tuple[Tensor, Tensor]:
     dx, dweight = x.new_empty(1), weight.new_empty(1)
     if images:
-        dx = _convolved(grad, weight.transpose(1, 2).flip(3, 4), grad.dtype)
+        spread = grad if stride == 1 else _spread(grad, (x.shape[1], x.shape[2]), stride)
+        dx = _convolved(spread, weight.transpose(1, 2).flip(3, 4), 1)
     if weights:
-        nets, outputs, inputs = weight.shape[:3]
-        like = x.new_empty(nets * outputs, 3, 3, inputs).permute(0, 3, 1, 2)  # only its size and layout are read
+        nets, outputs, inputs, height, width = weight.shape
+        # Only its size and layout are read.
+        like = x.new_empty(nets * outputs, height, width, inputs).permute(0, 3, 1, 2)
         _, found, _ = torch.ops.aten.convolution_backward(
-            grad.permute(0, 3, 1, 2), x.permute(0, 3, 1, 2), like, None, _SAME, _SAME, _SAME, False, (0, 0), nets,
-            (False, True, False),
+            grad.permute(0, 3, 1, 2), x.permute(0, 3, 1, 2), like, None, (stride, stride), _padding(weight), _PLAIN,
+            False, (0, 0), nets, (False, True, False),
         )  # fmt: skip
         dweight = weight.new_empty(weight.shape).copy_(found.unflatten(0, (nets, outputs)))
     return dx, dweight
 
 
 @_conv_backward_op.register_fake
-def _(grad: Tensor, x: Tensor, weight: Tensor, images: bool, weights: bool) -> tuple[Tensor, Tensor]:
+def _(grad: Tensor, x: Tensor, weight: Tensor, stride: int, images: bool, weights: bool) -> tuple[Tensor, Tensor]:
     return (
         torch.empty_like(x) if images else x.new_empty(1),
         weight.new_empty(weight.shape) if weights else weight.new_empty(1),
     )
 
 
-def _remember(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
+def _remember(ctx: Any, inputs: tuple[Tensor, Tensor, int], output: Tensor) -> None:
+    x, weight, ctx.stride = inputs
+    ctx.save_for_backward(x, weight)
 
 
-def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
     x, weight = ctx.saved_tensors
-    images, weights = ctx.needs_input_grad
-    dx, dweight = _conv_backward_op(grad.contiguous(), x, weight, images, weights)
-    return dx if images else None, dweight if weights else None
+    images, weights = ctx.needs_input_grad[:2]
+    dx, dweight = _conv_backward_op(grad.contiguous(), x, weight, ctx.stride, images, weights)
+    return dx if images else None, dweight if weights else None, None
 
 
 _conv_op.register_autograd(_differentiate, setup_context=_remember)
 
 
-def conv_each(x: Tensor, weight: Tensor) -> Tensor:
-    """[n, h, w, R·O] from ``x`` [n, h, w, R·I] and ``weight`` [R, O, I, 3, 3]; computed in the precision of ``x``."""
-    out: Tensor = _conv_op(x.contiguous(), weight)
+def conv_each(x: Tensor, weight: Tensor, stride: int = 1) -> Tensor:
+    """[n, h', w', R·O] from ``x`` [n, h, w, R·I] and ``weight`` [R, O, I, k, k], k odd; padded by half a kernel and
+    computed in the precision of ``x``."""
+    out: Tensor = _conv_op(x.contiguous(), weight, stride)
     return out

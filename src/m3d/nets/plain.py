@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from m3d.nets.norms import norm_layer
-from m3d.nets.single import Conv, Single, pooled, require_size, wide
+from m3d.nets.single import Classifier, Conv, Grouped, pooled, require_size, wide
 from m3d.types import Seen
 
 Stages = tuple[tuple[tuple[int, int], ...], ...]  # stages of (width, kernel) of each convolution
@@ -17,7 +17,7 @@ ALEXNET: Stages = (((128, 5),), ((192, 5),), ((256, 3), (192, 3), (192, 3)))
 VGG11: Stages = (((64, 3),), ((128, 3),), ((256, 3), (256, 3)), ((512, 3), (512, 3)), ((512, 3), (512, 3)))
 
 
-class Plain(Single):
+class Plain(Grouped):
     """Stages of [convolution → norm → ReLU] × some → 2×2 max pooling, then one linear layer.
 
     28×28 images are padded to 32×32 by the first convolution, as in the published experiments. Convolutions have a bias
@@ -43,7 +43,7 @@ class Plain(Single):
                 inputs, margin = width, 0
             self.stages.append(nn.Sequential(*layers))
         area = 1 if mean else (sides[0] >> len(stages)) * (sides[1] >> len(stages))
-        self.classifier = nn.Linear(inputs * area, classes)
+        self.classifier = Classifier(inputs * area, classes)
 
     def forward(self, images: Tensor) -> Seen:
         """What this network sees in ``images`` [n, ch, h, w]; convolutions compute in their precision."""

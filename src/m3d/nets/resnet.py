@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from m3d.errors import M3DError
 from m3d.nets.norms import norm_layer
-from m3d.nets.single import Conv, HeConv, Single, pooled, require_size
+from m3d.nets.single import Classifier, Conv, Grouped, HeConv, pooled, require_size
 from m3d.types import Seen
 
 
@@ -47,7 +47,7 @@ class Block(nn.Module):
         return functional.relu(y + x, inplace=True)
 
 
-class Residual(Single):
+class Residual(Grouped):
     """Stem → four stages of ``blocks`` basic blocks, width × 1, 2, 4, 8, the last three halving → mean → linear.
 
     Maps are the outputs of the stages; the representation is the mean of the last, 8 × ``width`` numbers.
@@ -64,7 +64,7 @@ class Residual(Single):
             later = [Block(outputs, outputs, False, pool, norm) for _ in range(blocks - 1)]
             self.stages.append(nn.Sequential(first, *later))
             inputs = outputs
-        self.classifier = nn.Linear(inputs, classes)
+        self.classifier = Classifier(inputs, classes)
 
     def forward(self, images: Tensor) -> Seen:
         """What this network sees in ``images`` [n, ch, h, w]; convolutions compute in their precision."""

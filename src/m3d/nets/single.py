@@ -1,4 +1,8 @@
-"""Networks written for one network at a time: a plain ``forward`` is all they need."""
+"""Networks written for one network at a time: a plain ``forward`` is all they need.
+
+Those made of the layers here alone (:class:`Grouped`) run R copies at once: the copies' channels lie side by side, a
+convolution is one of R groups, and a layer knows how many copies it serves by comparing its input with its own width.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ from torch.nn import functional
 
 from m3d.errors import M3DError
 from m3d.nets.flat import Law, Stackable
+from m3d.nets.grouped import conv_each
 from m3d.types import Seen
 
 
@@ -33,13 +38,37 @@ class Single(Stackable):
         return Seen(tuple(each), _stack([row.features for row in rows]), _stack([row.logits for row in rows]))
 
 
+class Grouped(Single):
+    """One that consists of the layers of ``m3d.nets.single`` and ``m3d.nets.norms``, pooling and activations: on a GPU
+    R copies are one pass over R times as many channels, where one after the other R small passes left it idle."""
+
+    def stacked(self, p: Mapping[str, Tensor], images: Tensor, dtype: torch.dtype, maps: bool = False) -> Seen:
+        """As :meth:`Single.stacked`. With ``maps``, where what is seen may be differentiated twice, one by one."""
+        if maps or len(images) == 1 or not images.is_cuda:
+            return super().stacked(p, images, dtype, maps)
+        return self.side_by_side(p, images, dtype)
+
+    def side_by_side(self, p: Mapping[str, Tensor], images: Tensor, dtype: torch.dtype) -> Seen:
+        """The same in one pass, without the maps; its gradient has no gradient."""
+        nets = len(images)
+        x = images.to(dtype).transpose(0, 1).flatten(1, 2)  # [n, R·ch, h, w]
+        own = {name: q.flatten(0, 1) for name, q in p.items()}
+        seen: Seen = functional_call(self, own, (x.contiguous(memory_format=torch.channels_last),))
+        features, logits = (y.unflatten(1, (nets, -1)).transpose(0, 1) for y in (seen.features, seen.logits))
+        return Seen((), features, logits)
+
+
 class Conv(nn.Conv2d):
-    """A convolution in the precision of its input."""
+    """A convolution in the precision of its input, of as many networks as this has times its channels."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """[n, o, h', w'] for ``x`` [n, c, h, w]."""
+        """[n, R·o, h', w'] for ``x`` [n, R·c, h, w]."""
+        nets = x.shape[1] // self.in_channels
         bias = None if self.bias is None else self.bias.to(x.dtype)
-        return functional.conv2d(x, self.weight.to(x.dtype), bias, self.stride, self.padding)
+        if nets == 1 or self.padding != (self.kernel_size[0] // 2, self.kernel_size[1] // 2):
+            return functional.conv2d(x, self.weight.to(x.dtype), bias, self.stride, self.padding, groups=nets)
+        y = conv_each(x.permute(0, 2, 3, 1), self.weight.unflatten(0, (nets, -1)), self.stride[0])
+        return (y if bias is None else y + bias).permute(0, 3, 1, 2)
 
 
 class HeConv(Conv):
@@ -55,6 +84,28 @@ class HeConv(Conv):
         nn.init.kaiming_normal_(self.weight, mode="fan_out", nonlinearity="relu")
         if self.bias is not None:
             nn.init.zeros_(self.bias)
+
+
+class Classifier(nn.Linear):
+    """A linear layer of as many networks as its input has times its features."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n, R·K] for ``x`` [n, R·C]."""
+        nets = x.shape[1] // self.in_features
+        if nets == 1:
+            return functional.linear(x, self.weight, self.bias)
+        each, weight = x.unflatten(1, (nets, -1)).transpose(0, 1), self.weight.unflatten(0, (nets, -1))
+        y = torch.baddbmm(self.bias.view(nets, 1, -1), each, weight.mT)  # [R, n, K]
+        return y.transpose(0, 1).flatten(1)
+
+
+def beside(x: Tensor, y: Tensor, channels: int) -> Tensor:
+    """[n, R·(c + d), h, w]: every network's ``channels`` c of ``x`` and, after them, its d channels of ``y``."""
+    nets = x.shape[1] // channels
+    if nets == 1:
+        return torch.cat([x, y], dim=1)
+    each = [part.permute(0, 2, 3, 1).unflatten(3, (nets, -1)) for part in (x, y)]  # [n, h, w, R, c]
+    return torch.cat(each, dim=4).flatten(3).permute(0, 3, 1, 2)
 
 
 def wide(x: Tensor) -> Tensor:
