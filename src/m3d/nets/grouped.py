@@ -1,11 +1,12 @@
-"""A convolution of every network on its own images, as one grouped convolution with a backward of its own.
+"""A convolution of every network on its own images, networks' channels side by side, with a backward of its own.
 
-cuDNN's grouped convolution is fast forward and for the weights' gradient, but for the images' gradient it went network
-by network, cutting its channels out and putting them back: a third of the time of training ten networks (LAB.md). The
-images' gradient of a convolution that keeps the size is itself such a convolution, of the incoming gradient with the
-weights turned by 180° and their channels exchanged, so it is computed as one; where the convolution has a stride, the
-incoming gradient is first spread out, with zeros between. Kernels are odd and padded by their half. Activations are
-[n, h, w, R·c], the networks' channels side by side.
+A grouped convolution of the library is fast forward and for the weights' gradient; for the images' gradient cuDNN went
+network by network, cutting its channels out and putting them back: a third of the time of training ten networks
+(LAB.md). The images' gradient of a convolution that keeps the size is itself such a convolution, of the incoming
+gradient with the weights turned by 180° and their channels exchanged, so it is computed as one; where the convolution
+has a stride, the incoming gradient is first spread out, with zeros between. For narrow, 1×1 and strided convolutions
+there are kernels of ours too (``m3d.nets.fused_conv``), which are off until a GPU has timed them. Kernels are odd and
+padded by their half. Activations are [n, h, w, R·c].
 """
 
 from __future__ import annotations
@@ -16,6 +17,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from m3d.own_kernels import HAS_KERNELS
+
+# Whether narrow, 1×1 and strided convolutions in half precision on a GPU go through kernels of ours. They agree with
+# the library in Triton's interpreter and compile for Hopper, but no GPU has run them yet; benchmarks/networks.py times
+# both.
+NARROW_KERNELS = False
+_WIDE = 64  # channels of a network, in multiples of which cuDNN's grouped convolution is the faster one
+_HALF = (torch.bfloat16, torch.float16)
 _PLAIN = (1, 1)  # a stride or dilation that changes nothing
 
 
@@ -29,6 +38,13 @@ def _laid_out(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _padding(weight: Tensor) -> tuple[int, int]:
     return (weight.shape[3] // 2, weight.shape[4] // 2)
+
+
+def _ours(x: Tensor, weight: Tensor, stride: int) -> bool:
+    """Whether a convolution goes through our kernels."""
+    wide = weight.shape[1] % _WIDE == 0 and weight.shape[2] % _WIDE == 0
+    narrow = not (wide and stride == 1 and weight.shape[3] == 3)
+    return NARROW_KERNELS and narrow and HAS_KERNELS and x.is_cuda and x.dtype in _HALF
 
 
 def _convolved(x: Tensor, weight: Tensor, stride: int) -> Tensor:
@@ -45,8 +61,28 @@ def _spread(grad: Tensor, size: tuple[int, int], stride: int) -> Tensor:
     return wide
 
 
+def _images_gradient(grad: Tensor, x: Tensor, weight: Tensor, stride: int) -> Tensor:
+    spread = grad if stride == 1 else _spread(grad, (x.shape[1], x.shape[2]), stride)
+    return _convolved(spread, weight.transpose(1, 2).flip(3, 4), 1)
+
+
+def _weights_gradient(grad: Tensor, x: Tensor, weight: Tensor, stride: int) -> Tensor:
+    nets, outputs, inputs, height, width = weight.shape
+    like = x.new_empty(nets * outputs, height, width, inputs).permute(0, 3, 1, 2)  # only its size and layout are read
+    _, found, _ = torch.ops.aten.convolution_backward(
+        grad.permute(0, 3, 1, 2), x.permute(0, 3, 1, 2), like, None, (stride, stride), _padding(weight), _PLAIN, False,
+        (0, 0), nets, (False, True, False),
+    )  # fmt: skip
+    gradient: Tensor = found.unflatten(0, (nets, outputs))
+    return gradient
+
+
 @torch.library.custom_op("m3d::conv_each", mutates_args=())
 def _conv_op(x: Tensor, weight: Tensor, stride: int) -> Tensor:
+    if _ours(x, weight, stride):
+        from m3d.nets import fused_conv
+
+        return fused_conv.convolved(x, weight, stride)
     return _convolved(x, weight, stride)
 
 
@@ -61,18 +97,18 @@ def _conv_backward_op(
     grad: Tensor, x: Tensor, weight: Tensor, stride: int, images: bool, weights: bool
 ) -> tuple[Tensor, Tensor]:
     dx, dweight = x.new_empty(1), weight.new_empty(1)
+    if _ours(x, weight, stride):
+        from m3d.nets import fused_conv
+
+        if images:
+            dx = fused_conv.images_gradient(grad, weight, (x.shape[1], x.shape[2]), stride)
+        if weights:
+            dweight = weight.new_empty(weight.shape).copy_(fused_conv.weights_gradient(grad, x, weight, stride))
+        return dx, dweight
     if images:
-        spread = grad if stride == 1 else _spread(grad, (x.shape[1], x.shape[2]), stride)
-        dx = _convolved(spread, weight.transpose(1, 2).flip(3, 4), 1)
+        dx = _images_gradient(grad, x, weight, stride)
     if weights:
-        nets, outputs, inputs, height, width = weight.shape
-        # Only its size and layout are read.
-        like = x.new_empty(nets * outputs, height, width, inputs).permute(0, 3, 1, 2)
-        _, found, _ = torch.ops.aten.convolution_backward(
-            grad.permute(0, 3, 1, 2), x.permute(0, 3, 1, 2), like, None, (stride, stride), _padding(weight), _PLAIN,
-            False, (0, 0), nets, (False, True, False),
-        )  # fmt: skip
-        dweight = weight.new_empty(weight.shape).copy_(found.unflatten(0, (nets, outputs)))
+        dweight = weight.new_empty(weight.shape).copy_(_weights_gradient(grad, x, weight, stride))
     return dx, dweight
 
 

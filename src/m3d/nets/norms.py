@@ -45,14 +45,17 @@ class BatchNorm(Affine, MixesImages):
 
     def forward(self, x: Tensor) -> Tensor:
         """[n, c, h, w] for ``x`` of the same shape."""
-        return batch_norm(wide(x), self.weight, self.bias, self.reference, self.eps).to(x.dtype)
+        return batch_norm(x, self.weight, self.bias, self.reference, self.eps)
 
 
 def batch_norm(x: Tensor, gain: Tensor, shift: Tensor, reference: int = 0, eps: float = 1e-5) -> Tensor:
-    """[n, c, h, w]: ``x`` by the mean and variance of its first ``reference`` images (0: all), gain and shift [c]."""
+    """[n, c, h, w]: ``x`` by the mean and variance of its first ``reference`` images (0: all), gain and shift [c].
+
+    The library computes in float32 between rounded maps by itself.
+    """
     if not reference:
         return functional.batch_norm(x, None, None, gain, shift, training=True, eps=eps)
-    var, mean = torch.var_mean(x[:reference], dim=(0, 2, 3), correction=0)
+    var, mean = torch.var_mean(wide(x[:reference]), dim=(0, 2, 3), correction=0)
     return functional.batch_norm(x, mean, var, gain, shift, eps=eps)
 
 
