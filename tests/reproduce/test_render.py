@@ -20,6 +20,7 @@ from m3d.condensed import CondensedSet
 from m3d.data.imagenet import subsets
 from m3d.errors import M3DError
 from m3d.grid.cells import Cell, Overrides, cell_digest
+from m3d.grid.journal import Journal
 from m3d.reproduce import figures
 from m3d.reproduce.cells import FACTS, Plan
 from m3d.reproduce.command import Request, headline, origin
@@ -122,43 +123,6 @@ def test_figures_have_the_width_of_a_column(everything, file):
     assert root.tag.endswith("svg") and root.attrib["width"].startswith(f"{WIDTH * 72:g}"[:5])
 
 
-def test_names_of_points_stay_inside_the_axes():
-    """A long name of the leftmost point would reach over the numbers of the axis."""
-    from m3d.reproduce.figures import _against_time
-
-    places = {"a method with a long name": (10.0, 30.0), "near": (25.0, 30.0), "far": (900.0, 60.0)}
-    seconds = {name: Place(x) for name, (x, _) in places.items()}
-    figure = _against_time({name: Place(y) for name, (_, y) in places.items()}, seconds, "title")
-    figure.draw_without_rendering()
-    (axes,) = figure.axes
-    edges = axes.get_window_extent()
-    named = [text for text in axes.texts if text.get_text() in places]
-    assert len(named) == 3
-    for text in named:
-        box = text.get_window_extent()
-        assert edges.x0 <= box.x0 and box.x1 <= edges.x1, text.get_text()
-
-
-def test_names_cover_no_point_where_points_crowd(monkeypatch):
-    """The repository's own figures, in one of which a long name once lay over its neighbour's point."""
-
-    drawn, name = [], figures._name
-    monkeypatch.setattr(
-        figures, "_name", lambda figure, axes, points: (drawn.append(points), name(figure, axes, points))
-    )
-    results = Path(__file__).parents[2] / "results" / "reproduce"
-    made = figures.methods(Records(results, PLANS["methods"], Overrides()))
-    assert len(made) == len(drawn) == 2
-    for figure, points in zip(made.values(), drawn, strict=True):
-        figure.draw_without_rendering()
-        (axes,) = figure.axes
-        boxes = {t.get_text(): t.get_window_extent() for t in axes.texts if t.get_text() in points}
-        assert len(boxes) == len(points) > 10
-        for name, box in boxes.items():
-            covered = [other for other, point in points.items() if box.contains(*axes.transData.transform(point))]
-            assert not covered, (name, covered)
-
-
 def test_places_hold_ours_published_and_difference(everything):
     records = Records(everything, PLANS["lowres"], Overrides())
     seeds = [records.of(c)["accuracy"] for c in PLANS["lowres"].cells if c.key.startswith("cifar10/10/m3d/")]
@@ -173,6 +137,21 @@ def test_places_hold_ours_published_and_difference(everything):
     assert float(line["ours"]) == pytest.approx(mean, abs=1e-4) and line["n"] == "30" and line["seeds"] == "3"
     assert float(line["difference"]) == pytest.approx(mean - 63.5, abs=1e-4) and line["source"] == "Table 2"
     assert len([r for r in lines if r["published"]]) == (11 * 15 - 10) + (9 * 15 - 10)
+
+
+def test_of_two_records_of_a_cell_the_one_timed_alone_counts(tmp_path):
+    """Cells of other tables are taken from their files; runs that shared a device tell no time to rely on."""
+    plan, other = PLANS["methods"], PLANS["cross-arch"]
+    digest = {cell_digest(cell, Overrides()): cell for cell in plan.cells}
+    cell = next(c for c in other.cells if cell_digest(c, Overrides()) in digest)
+    mine = digest[cell_digest(cell, Overrides())]
+    alone, shared = invented(cell) | {"accuracy": 1.0}, invented(cell) | {"accuracy": 2.0}
+    shared["condensation"] = [{**shared["condensation"][0], "device_share": 0.25}]
+    for name, record in (("another", alone), (other.name, shared)):  # in the order of their names
+        Journal(tmp_path / f"{name}.jsonl", name, Overrides()).add(cell, record)
+    assert Records(tmp_path, plan, Overrides()).of(mine)["accuracy"] == 1.0
+    Journal(tmp_path / "methods.jsonl", "methods", Overrides()).add(mine, shared | {"accuracy": 3.0})
+    assert Records(tmp_path, plan, Overrides()).of(mine)["accuracy"] == 3.0  # a table's own records count most
 
 
 def test_latex_is_balanced_and_escaped(everything):

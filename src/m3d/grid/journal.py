@@ -17,12 +17,15 @@ Record = Mapping[str, Any]
 
 class Journal:
     """The records of the grid called ``name``, found by what identifies their cells; other files ``beside`` its own may
-    hold some of them too."""
+    hold some of them too. Of several records of a cell its own file's counts, else one with times to rely on."""
 
     def __init__(self, file: Path, name: str, overrides: Overrides, beside: Iterable[Path] = ()):
         self.file, self.name, self.overrides = file, name, overrides
         self._files = [*sorted(set(beside) - {file}), file]
-        self._by_digest = {record["digest"]: record for f in self._files for record in _read(f)}  # its own count most
+        self._by_digest: dict[str, dict[str, Any]] = {}
+        beside_own = (record for f in self._files[:-1] for record in _read(f))
+        for record in (*sorted(beside_own, key=_timed_alone), *_read(file)):
+            self._by_digest[record["digest"]] = record
 
     def of(self, cell: Cell) -> Record | None:
         """The record of a finished cell; None for one that is not."""
@@ -53,6 +56,11 @@ class Journal:
         for digest in dropped:
             del self._by_digest[digest]
         return [record for record in self._by_digest.values() if record.get("set") in sets]
+
+
+def _timed_alone(record: Record) -> bool:
+    """Whether what made its sets had the device to itself."""
+    return not any("device_share" in part for part in record.get("condensation", ()))
 
 
 def _read(file: Path) -> list[dict[str, Any]]:

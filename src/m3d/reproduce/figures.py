@@ -16,6 +16,7 @@ from PIL import Image
 from m3d.grid.cells import Cell
 from m3d.grid.journal import Record
 from m3d.reproduce.cells import FACTS
+from m3d.reproduce.names import name_points
 from m3d.reproduce.records import Place, Records
 
 WIDTH = 3.3  # inches
@@ -92,7 +93,7 @@ def _against_time(found: dict[str, Place | None], seconds: dict[str, Place | Non
     axes.set_xlabel("condensing, s" + (" (open: at most, on a shared GPU)" if shared else ""), fontsize=_FONT)
     axes.set_ylabel("test accuracy, %", fontsize=_FONT)
     axes.set_title(title, fontsize=_FONT)
-    _name(figure, axes, points)
+    name_points(figure, axes, points, _FONT - 1)
     return figure
 
 
@@ -111,40 +112,6 @@ def _across(axes: Axes, levels: dict[str, float]) -> None:
     for names in groups:
         place = (1, levels[names[0]])
         axes.annotate(", ".join(names), place, xycoords=where, ha="right", va="top", fontsize=_FONT - 1.5)
-
-
-def _name(figure: Figure, axes: Axes, points: dict[str, tuple[float, float]]) -> None:
-    """A name beside each point: on the side where it lies least on other points and names, or beside the axes."""
-    figure.draw_without_rendering()  # settles the layout, so that places on the page are known
-    page = {name: axes.transData.transform(p) * 72 / figure.dpi for name, p in points.items()}  # in points
-    taken = [(x - 3, y - 3, x + 3, y + 3) for x, y in page.values()]
-    inside, far = axes.get_window_extent(), 1e4
-    left, right = inside.x0 * 72 / figure.dpi, inside.x1 * 72 / figure.dpi
-    taken += [(-far, -far, left, far), (right, -far, far, far)]
-    for name in sorted(page, key=len):  # short ones lie beside their points, long ones find a place around them
-        x, y = page[name]
-        label = axes.annotate(name, points[name], (0, 0), textcoords="offset points", fontsize=_FONT - 1)
-        extent = label.get_window_extent()
-        width, height = extent.width * 72 / figure.dpi, extent.height * 72 / figure.dpi
-        start = min(max(x - width / 2, left), right - width)  # above and below, as far aside as the axes need it
-        aside = start + width / 2 - x
-        sides = {
-            (5, 0, "left", "center"): (x + 4, y - height / 2),
-            (-5, 0, "right", "center"): (x - 5 - width, y - height / 2),
-            (aside, 4, "center", "bottom"): (start, y + 4),
-            (aside, -4, "center", "top"): (start, y - 4 - height),
-        }
-        boxes = {side: (start, low, start + width, low + height) for side, (start, low) in sides.items()}
-        best = min(boxes, key=lambda side: sum(_overlap(boxes[side], other) for other in taken))
-        taken.append(boxes[best])
-        dx, dy, across, along = best
-        label.xyann = (dx, dy)
-        label.set(ha=across, va=along)
-
-
-def _overlap(a: tuple[float, ...], b: tuple[float, ...]) -> float:
-    """The area that two boxes (left, low, right, high) share."""
-    return max(0.0, min(a[2], b[2]) - max(a[0], b[0])) * max(0.0, min(a[3], b[3]) - max(a[1], b[1]))
 
 
 def ipm(records: Records) -> dict[str, Figure]:
