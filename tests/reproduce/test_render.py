@@ -172,7 +172,7 @@ def test_what_is_not_run_shows_the_published_value_alone(tmp_path):
     records.journal.add(plan.cells[0], invented(plan.cells[0]))
     render(records)
     text = (tmp_path / "compat.md").read_text()
-    assert "| –, 54.7 |" in text and "1 of 8 cells are finished" in text
+    assert "| –, 54.7 |" in text and "1 of 16 cells are finished" in text
 
 
 def test_quick_looks_are_marked_and_kept_apart(tmp_path):
