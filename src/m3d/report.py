@@ -198,7 +198,7 @@ def table(rows: Sequence[dict[str, Any]], form: str = "text") -> str:
         writer.writerow([name for c in columns for name in ((c, _PAIRS[c]) if c in _PAIRS else (c,))])
         for row in rows:
             flat = [(row[c] or (None, None)) if c in _PAIRS else (row[c],) for c in columns]
-            writer.writerow(["" if v is None else v for values in flat for v in values])
+            writer.writerow([_plain(v) for values in flat for v in values])
         return buffer.getvalue()
     if form == "markdown":
         lines = [titles, ["---"] * len(columns), *cells]
@@ -225,6 +225,11 @@ def _apart(rows: Sequence[dict[str, Any]]) -> list[str]:
         differing = [name for name in row["options"] if len({str(options.get(name)) for options in alike}) > 1]
         names.append(" ".join([row["method"], *(f"{name}={row['options'][name]}" for name in differing)]))
     return names
+
+
+def _plain(value: Any) -> Any:
+    """As it stands in a CSV: more digits than are meant, fewer than a mean has by itself."""
+    return "" if value is None else round(value, 4) if isinstance(value, float) else value
 
 
 def _cell(value: Any, sign: str, form: str) -> str:
