@@ -72,7 +72,7 @@ def our_step(
     method, _ = make_method(name, Task(data.name, data.shape, data.classes, ipc), options)
     assert method.matching is not None
     net = FlatNet(make_net(network or method.network, data.shape, data.classes), runtime.device)
-    pixels = method.tiles.encode(method.init(data, ipc * method.tiles.cells, 0, runtime))
+    pixels = method.tiles.encode(method.init(data, method.tiles.count(ipc, data.shape), 0, runtime))
     step = Step(method, data, net, pixels, 0, runtime)
     step.chunk = chunk or step.chunk
     advance, counter = Repeated(step.advance, runtime), iter(range(10**9))

@@ -22,7 +22,7 @@ from torch import Tensor
 
 import m3d
 from m3d.runtime import Runtime
-from m3d.synth import UPSAMPLERS
+from m3d.upsamplers import UPSAMPLERS
 
 
 def left(images: Tensor, rows: Tensor, columns: Tensor) -> float:

@@ -41,7 +41,9 @@ ALLOWED = {
     "m3d.fused_augment": set(),
     "m3d.augment": {"m3d.fused_augment"},
     "m3d.rehearsal": {"m3d.augment", "m3d.nets"},
-    "m3d.synth": {"m3d.normalise"},
+    "m3d.upsamplers": set(),
+    "m3d.tiles": {"m3d.upsamplers"},
+    "m3d.synth": {"m3d.normalise", "m3d.tiles"},
     "m3d.players": set(),
     "m3d.runtime": set(),
     "m3d.shards": {"m3d.runtime"},
@@ -65,10 +67,10 @@ ALLOWED = {
     "m3d.batches": {"m3d.augment", "m3d.normalise", "m3d.photo", "m3d.runtime"},
     "m3d.train": {"m3d.augment", "m3d.batches", "m3d.nets", "m3d.photo", "m3d.runtime"},
     "m3d.run_folder": {"m3d.files"},
-    "m3d.condensed": {"m3d.files", "m3d.normalise", "m3d.run_folder", "m3d.synth"},
+    "m3d.condensed": {"m3d.files", "m3d.normalise", "m3d.run_folder", "m3d.tiles"},
     "m3d.watch": {"m3d.run_folder"},
     "m3d.course": set(),
-    "m3d.pictures": {"m3d.condensed", "m3d.files", "m3d.run_folder"},
+    "m3d.pictures": {"m3d.condensed", "m3d.files", "m3d.run_folder", "m3d.tiles"},
     "m3d.report": {"m3d.condensed", "m3d.evaluation", "m3d.run_folder"},
     "m3d.export": {"m3d.condensed", "m3d.files"},
     "m3d.evaluation": {
@@ -83,7 +85,7 @@ ALLOWED = {
     "m3d.saver": {"m3d.files", "m3d.run_folder", "m3d.train"},
     "m3d.method": {
         "m3d.augment", "m3d.guides", "m3d.nets", "m3d.objectives", "m3d.players", "m3d.pools", "m3d.probes",
-        "m3d.select", "m3d.synth",
+        "m3d.select", "m3d.tiles",
     },
     "m3d.step": {
         "m3d.augment", "m3d.data", "m3d.method", "m3d.nets", "m3d.players", "m3d.pools", "m3d.rehearsal", "m3d.runtime",

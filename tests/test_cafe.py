@@ -23,7 +23,8 @@ from m3d.run_folder import RunFolder
 from m3d.runtime import Runtime
 from m3d.select import Noise, RandomReal
 from m3d.step import Step
-from m3d.synth import Synthetic, Tiles
+from m3d.synth import Synthetic
+from m3d.tiles import Tiles
 from m3d.types import Batch, Eyes, Seen
 from m3d.watch import Watch
 

@@ -261,7 +261,7 @@ def test_too_few_images_and_what_would_fit():
             {"method": "random", "ipc": 3, "factor": 2, "chroma": "half"},
             "take --ipc 2 at most, or --set chroma=full, or --factor 1$",
         ),
-        ({"method": "random", "ipc": 1, "factor": 5}, r"\(1 image of 25 cells each\); take --factor 4$"),
+        ({"method": "random", "ipc": 1, "factor": 5}, r"\(1 stored, which hold 25 images\); take --factor 4$"),
     ):
         with pytest.raises(M3DError, match=told):
             m3d.condense(data, device="cpu", **options)

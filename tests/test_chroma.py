@@ -21,8 +21,10 @@ from m3d.pictures import grid
 from m3d.reproduce.measures import picture
 from m3d.run_folder import RunFolder
 from m3d.runtime import Runtime
-from m3d.synth import Synthetic, Tiles, bicubic_matrix, bilinear_matrix, cosine_matrix
+from m3d.synth import Synthetic
 from m3d.teachers import Teachers, relabel
+from m3d.tiles import Tiles
+from m3d.upsamplers import bicubic_matrix, bilinear_matrix, cosine_matrix
 
 SMALL = {"steps": 2, "batch_real": 4, "augment": "none", "net": "convnet2:width=8", "device": "cpu"}
 
@@ -58,7 +60,7 @@ def test_decoding_gives_jpeg_s_colours(factor, side):
     stored = some(2, 2, 3, *side) * 0.2 + 0.4  # nothing is cut off: Pillow does so before the last rounding
     tiles = Tiles(factor, chroma="half")
     decoded = tiles.decode(stored)
-    assert decoded.shape == (2, 2 * tiles.cells, 3, *side) and tiles.cells == 2 * factor**2
+    assert decoded.shape == (2, tiles.count(2, (3, *side)), 3, *side) and tiles.count(1, (3, *side)) == 2 * factor**2
     for c in range(2):
         expected = torch.cat([naive(image, factor) for image in stored[c]])
         torch.testing.assert_close(decoded[c], expected, atol=4 / 255, rtol=0)  # 8 bits, twice
@@ -213,9 +215,8 @@ def test_few_images_keep_full_colours_and_too_few_are_told_what_helps():
         return make_method("m3d+", Task("photos", (3, 32, 32), 3, 1, smallest=smallest), {})[1]
 
     assert [chosen(n)["chroma"] for n in (31, 32, None)] == ["full", "half", "half"]
-    with pytest.raises(
-        M3DError, match=r"has 20 training images, but 32 .*32 cells each.*take --set chroma=full, or --factor 3"
-    ):
+    told = r"has 20 training images, but 32 .*1 stored, which hold 32 images.*take --set chroma=full, or --factor 3"
+    with pytest.raises(M3DError, match=told):
         m3d.condense(make_dataset(3, 20, (3, 32, 32)), 1, "m3d+", chroma="half", device="cpu")
 
 
@@ -223,16 +224,14 @@ def test_pictures_show_colours(tmp_path):
     """Both mosaics of a stored image, each cell in its colours, without being enlarged."""
     tiles, images = Tiles(2, chroma="half"), some(1, 16, 3, 1, 1).expand(1, 16, 3, 8, 8)
     stored = tiles.encode(images)
-    mosaics = tiles.mosaics(stored)
+    mosaics = tiles.pictures(stored)
     assert mosaics.shape == (1, 4, 3, 8, 8)
     for k in range(4):
         torch.testing.assert_close(Tiles(2).decode(mosaics[:, k : k + 1]), images[:, k // 2 * 8 + k % 2 :: 2][:, :4])
-    assert torch.equal(Tiles(2).mosaics(stored), stored)
+    assert torch.equal(Tiles(2).pictures(stored), stored)
     made = m3d.condense(make_dataset(3, 24, (3, 8, 8)), 1, "random", factor=2, chroma="half", device="cpu")
     assert picture(made)["columns"] == 3 and picture(made)["rows"] == 2
     axes = grid(made).axes[0]
     assert "two mosaics" in axes.get_title("left").replace("\n", " ")
     shown = torch.from_numpy(np.asarray(axes.images[0].get_array()))
-    torch.testing.assert_close(
-        shown[-8:, :8].float(), made.tiles.mosaics(made.images)[1].movedim(0, -1), atol=0.01, rtol=0
-    )
+    torch.testing.assert_close(shown[-8:, :8].float(), made.pictures()[0, 1].movedim(0, -1), atol=0.01, rtol=0)

@@ -16,7 +16,7 @@ from m3d.condensed import CondensedDataset, CondensedSet
 from m3d.errors import M3DError
 from m3d.files import append_line, read_json, write_bytes
 from m3d.run_folder import RunFolder
-from m3d.synth import Tiles
+from m3d.tiles import Tiles
 
 
 @pytest.fixture

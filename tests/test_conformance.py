@@ -33,7 +33,7 @@ def short(name: str) -> dict[str, object]:
 
 def first_step(name: str, data: m3d.Dataset) -> Step:
     method, _ = make_method(name, Task("tiny", data.shape, 3, 2), short(name))
-    pixels = method.tiles.encode(method.init(data, 2 * method.tiles.cells, 0, CPU))
+    pixels = method.tiles.encode(method.init(data, method.tiles.count(2, data.shape), 0, CPU))
     step = Step(method, data, FlatNet(make_net(NET, data.shape, 3)), pixels, 0, CPU)
     step.refill(0)
     step.objective.draw(step.number)

@@ -19,7 +19,7 @@ from m3d.pools import Fresh
 from m3d.runtime import Runtime
 from m3d.select import RandomReal
 from m3d.step import Step
-from m3d.synth import Tiles
+from m3d.tiles import Tiles
 
 
 class Poisoned(Objective):

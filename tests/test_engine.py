@@ -20,7 +20,7 @@ from m3d.players import Descent
 from m3d.pools import Fresh, World
 from m3d.select import RandomReal
 from m3d.step import BLOCK, Step
-from m3d.synth import Tiles
+from m3d.tiles import Tiles
 from m3d.types import Batch, Eyes, Seen
 
 
@@ -129,7 +129,7 @@ def test_a_guide_adds_its_own_loss_of_synthetic_images(tiny):
     method = method_of(tiny, 2)
     guided = dataclasses.replace(method, matching=dataclasses.replace(method.matching, guide=CrossEntropy(0.3)))
     net = FlatNet(make_net(NET, tiny.shape, 3))
-    pixels = method.tiles.encode(method.init(tiny, 2 * method.tiles.cells, 0, CPU))
+    pixels = method.tiles.encode(method.init(tiny, method.tiles.count(2, tiny.shape), 0, CPU))
     steps = [Step(m, tiny, net, pixels, 0, CPU) for m in (method, guided)]
     for step in steps:
         step.refill(0)
@@ -165,7 +165,7 @@ def test_what_an_objective_learns_is_moved_by_its_own_player(tiny):
     method = method_of(tiny, 2)
     matching = dataclasses.replace(method.matching, objective=Scaled(), steps=4, player=Descent(1e-3))
     step = Step(dataclasses.replace(method, matching=matching), tiny, FlatNet(make_net(NET, tiny.shape, 3)),
-                method.tiles.encode(method.init(tiny, 2 * method.tiles.cells, 0, CPU)), 0, CPU)  # fmt: skip
+                method.tiles.encode(method.init(tiny, method.tiles.count(2, tiny.shape), 0, CPU)), 0, CPU)  # fmt: skip
     step.refill(0)
     step.pool.draw(0)
     values, losses = [1.0], []

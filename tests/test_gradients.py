@@ -19,7 +19,8 @@ from m3d.rng import Purpose
 from m3d.run_folder import RunFolder
 from m3d.runtime import Runtime
 from m3d.step import Step
-from m3d.synth import Synthetic, Tiles
+from m3d.synth import Synthetic
+from m3d.tiles import Tiles
 from m3d.train import Recipe
 from m3d.types import Batch, Eyes, Grads
 from m3d.watch import Watch

@@ -154,7 +154,7 @@ def test_bad_queues_are_refused(settings, message):
 
 def step_of(data, **options):
     method = make_method("idm", Task("tiny", data.shape, 3, 2), {"steps": 4, "batch_real": 5, **options})[0]
-    pixels = method.tiles.encode(method.init(data, 2 * method.tiles.cells, 0, CPU))
+    pixels = method.tiles.encode(method.init(data, method.tiles.count(2, data.shape), 0, CPU))
     step = Step(method, data, FlatNet(make_net(NET, data.shape, 3)), pixels, 0, CPU)
     step.refill(0)
     return step

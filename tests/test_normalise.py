@@ -19,7 +19,8 @@ from m3d.normalise import EPSILON, Normalise, Zca
 from m3d.pools import TrainedOnReal, World
 from m3d.runtime import Runtime
 from m3d.step import Step
-from m3d.synth import Synthetic, Tiles
+from m3d.synth import Synthetic
+from m3d.tiles import Tiles
 from m3d.train import Recipe
 from m3d.trained import default_recipe, trained_networks
 

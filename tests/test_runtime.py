@@ -111,7 +111,7 @@ def test_a_step_is_compiled_where_that_pays(tiny, monkeypatch, method, network, 
     name, options = parse_spec(method)
     built, _ = make_method(name, Task("tiny", tiny.shape, 3, 1), {**options, "steps": steps, "batch_real": 2})
     net = FlatNet(make_net(network, tiny.shape, 3))
-    Step(built, tiny, net, built.tiles.encode(built.init(tiny, built.tiles.cells, 0, CPU)), 0, CPU)
+    Step(built, tiny, net, built.tiles.encode(built.init(tiny, built.tiles.count(1, tiny.shape), 0, CPU)), 0, CPU)
     assert asked == [compiled]
 
 
@@ -119,7 +119,7 @@ def test_a_step_is_compiled_where_that_pays(tiny, monkeypatch, method, network, 
 def test_fewer_classes_at_a_time_are_compiled_anew(tiny, mode):
     """Each size is another version of the step; nothing is compiled before it is called."""
     method, net = method_of(tiny, 2), FlatNet(make_net(NET, tiny.shape, 3))
-    pixels = method.tiles.encode(method.init(tiny, 2 * method.tiles.cells, 0, CPU))
+    pixels = method.tiles.encode(method.init(tiny, method.tiles.count(2, tiny.shape), 0, CPU))
     step = Step(method, tiny, net, pixels, 0, Runtime.choose("cpu", step_mode=mode))
     step.chunk, before = 3, step._loss
     step.take_fewer_classes()

@@ -8,7 +8,9 @@ from torch.nn import functional
 import m3d
 from m3d.errors import M3DError
 from m3d.normalise import Normalise
-from m3d.synth import Synthetic, Tiles, bilinear_matrix, cosine_matrix
+from m3d.synth import Synthetic
+from m3d.tiles import Tiles
+from m3d.upsamplers import bilinear_matrix, cosine_matrix
 
 
 def stored(n=2, ch=3, h=8, w=8):

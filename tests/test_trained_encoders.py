@@ -18,7 +18,7 @@ from m3d.pools.pretrained import encoder_recipe
 from m3d.run_folder import RunFolder
 from m3d.runtime import Runtime
 from m3d.step import Step
-from m3d.synth import Tiles
+from m3d.tiles import Tiles
 from m3d.trained import trained_networks
 from m3d.watch import Watch
 
@@ -29,7 +29,7 @@ SMALL = {"encoders": 2, "encoder_epochs": 2, "batch_real": 5}
 
 def step_of(name, data, ipc=2, **options):
     method = make_method(name, Task("tiny", data.shape, 3, ipc), {**SMALL, "steps": 4, "augment": "none", **options})[0]
-    pixels = method.tiles.encode(method.init(data, ipc * method.tiles.cells, 0, CPU))
+    pixels = method.tiles.encode(method.init(data, method.tiles.count(ipc, data.shape), 0, CPU))
     step = Step(method, data, FlatNet(make_net(NET, data.shape, 3)), pixels, 0, CPU)
     step.refill(0)
     step.pool.draw(0)

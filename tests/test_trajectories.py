@@ -24,7 +24,7 @@ from m3d.pools.experts import GROUP, Experts, Trajectories, train_experts
 from m3d.run_folder import RunFolder
 from m3d.runtime import Runtime
 from m3d.step import Step
-from m3d.synth import Tiles
+from m3d.tiles import Tiles
 from m3d.train import Recipe, Trainer
 from m3d.trained import cache_folder
 from m3d.types import Batch, Eyes, Segment

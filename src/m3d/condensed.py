@@ -18,11 +18,11 @@ from m3d.errors import M3DError
 from m3d.files import json_object, read_tensors, sha256, write_bytes
 from m3d.normalise import Normalise
 from m3d.run_folder import RunFolder
-from m3d.synth import Tiles
+from m3d.tiles import Tiles
 
-# A set with soft labels has a format of its own, and so has one of halved colours, with soft labels or without: older
-# versions refuse it instead of reading it wrongly.
-FORMAT, SOFT_FORMAT, CHROMA_FORMAT = 1, 2, 3
+# A set with soft labels has a format of its own, one of halved colours too, and one of cells of their own size or
+# framed ones, whatever else it has: older versions refuse it instead of reading it wrongly.
+FORMAT, SOFT_FORMAT, CHROMA_FORMAT, CELLS_FORMAT = FORMATS = 1, 2, 3, 4
 _NEEDED: dict[str, type | tuple[type, ...]] = {
     "format": int,
     "method": str,
@@ -44,13 +44,16 @@ class CondensedSet:
     images: Tensor  # [C·ipc, ch, h, w] float32, 0 black and 1 white, as stored (not decoded)
     labels: Tensor  # [C·ipc] int64
     manifest: Mapping[str, Any]
-    soft: Tensor | None = None  # [C·ipc·cells, K] float32: each decoded image's class probabilities, if it has any
+    soft: Tensor | None = None  # [N, K] float32: each decoded image's class probabilities, if it has any
 
     def __repr__(self) -> str:
         made = f"{self.manifest.get('data', {}).get('name')} by {self.manifest.get('method')}"
         images = f"{len(self.class_names)} classes × {self.manifest.get('ipc')} images {list(self.images.shape[1:])}"
+        cut = f"factor {self.manifest.get('factor')}"
+        if self.manifest.get("cell"):
+            cut = f"cells {self.manifest['cell']} pixels high"
         halved = ", halved colours" if self.manifest.get("chroma") == "half" else ""
-        return f"CondensedSet({made}: {images}, factor {self.manifest.get('factor')}{halved}, {self.label_kind} labels)"
+        return f"CondensedSet({made}: {images}, {cut}{halved}, {self.label_kind} labels)"
 
     @property
     def label_kind(self) -> str:
@@ -86,7 +89,14 @@ class CondensedSet:
     def tiles(self) -> Tiles:
         manifest = self.manifest
         upsample, chroma = str(manifest.get("upsample", "bilinear")), str(manifest.get("chroma", "full"))
-        return Tiles(int(manifest["factor"]), upsample=upsample, chroma=chroma)
+        cell, margin = manifest.get("cell", 0), manifest.get("margin", 0)
+        return Tiles(int(manifest["factor"]), upsample=upsample, chroma=chroma, cell=cell, margin=margin)
+
+    @property
+    def per_class(self) -> int:
+        """Decoded images of a class."""
+        channels, height, width = self.images.shape[1:]
+        return self.tiles.count(len(self.images) // len(self.class_names), (channels, height, width))
 
     @property
     def class_names(self) -> list[str]:
@@ -98,13 +108,13 @@ class CondensedSet:
         return str(sha256(self.images))
 
     def decoded(self, normalise: bool | Normalise = False) -> tuple[Tensor, Tensor]:
-        """Full-size images [N, ch, h, w] and labels, N = C·ipc·cells: what a network trains on.
+        """Full-size images [N, ch, h, w] and labels: what a network trains on.
 
         Labels are [N] classes, or [N, K] probabilities where the set has soft labels (``hard()`` leaves them out).
         A set of whitened data does not carry the whitening, which is larger than the images and which its user needs
         for real images too: give the data's (``load_data(..., zca=True).normalise()``).
         """
-        images = self.tiles.decode(self.images)
+        images = self.tiles.decode(self._by_class(self.images)).flatten(0, 1)
         if normalise is True:
             if "transform" in self.manifest["data"]:
                 raise M3DError(
@@ -114,7 +124,19 @@ class CondensedSet:
             normalise = Normalise(self.manifest["mean"], self.manifest["std"])
         if normalise is not False:
             images = normalise(images)
-        return images, self.labels.repeat_interleave(self.tiles.cells) if self.soft is None else self.soft
+        if self.soft is not None:
+            return images, self.soft
+        labels, shown = self._by_class(self.labels), self.per_class
+        begins_in = torch.arange(shown) * labels.shape[1] // shown  # which stored image of its class each begins in
+        return images, labels[:, begins_in].flatten()
+
+    def pictures(self) -> Tensor:
+        """[C, n, ch, h, w]: what is stored of each class, as pictures."""
+        return self.tiles.pictures(self._by_class(self.images))
+
+    def _by_class(self, stored: Tensor) -> Tensor:
+        grouped: Tensor = stored.unflatten(0, (len(self.class_names), -1))
+        return grouped
 
     def save(self, path: str | Path) -> None:
         tensors = {"images": self.images.contiguous(), "labels": self.labels.contiguous()}
@@ -122,6 +144,7 @@ class CondensedSet:
             tensors["soft"] = self.soft.contiguous()
         version = FORMAT if self.soft is None else SOFT_FORMAT
         version = CHROMA_FORMAT if self.manifest.get("chroma") == "half" else version
+        version = CELLS_FORMAT if self.manifest.get("cell") or self.manifest.get("margin") else version
         manifest = {**self.manifest, "format": version, "sha256": {k: sha256(v) for k, v in tensors.items()}}
         write_bytes(Path(path), to_safetensors(tensors, {"m3d": json.dumps(manifest)}))
 
@@ -172,7 +195,9 @@ class CondensedSet:
             )
         if not (0 <= int(self.labels.min()) <= int(self.labels.max()) < classes):
             raise M3DError(f"{str(file)!r}: labels must lie between 0 and {classes - 1}")
-        self._check_soft(file, n * self.tiles.cells, classes)
+        if self.tiles.cell and (self._by_class(self.labels) != self.labels[:: n // classes, None]).any():
+            raise M3DError(f"{str(file)!r}: images of different classes share cells; a class's images must be together")
+        self._check_soft(file, classes * self.per_class, classes)
 
     def _check_soft(self, file: Path, count: int, classes: int) -> None:
         soft = self.soft
@@ -224,10 +249,11 @@ def _manifest(metadata: Mapping[str, str], file: Path) -> dict[str, Any]:
     for key, kind in _NEEDED.items():
         if not isinstance(manifest.get(key), kind) or isinstance(manifest.get(key), bool):
             raise M3DError(f"{str(file)!r}: the manifest's {key!r} is missing or of the wrong type")
-    if manifest["format"] not in (FORMAT, SOFT_FORMAT, CHROMA_FORMAT):
-        raise M3DError(
-            f"{str(file)!r} has format {manifest['format']}; this version reads formats {FORMAT} to {CHROMA_FORMAT}"
-        )
+    if manifest["format"] not in FORMATS:
+        raise M3DError(f"{str(file)!r} has format {manifest['format']}; this version reads formats 1 to {FORMATS[-1]}")
+    for key in ("cell", "margin"):
+        if type(manifest.get(key, 0)) is not int:
+            raise M3DError(f"{str(file)!r}: the manifest's {key!r} must be a number of pixels")
     for key in ("mean", "std"):
         if not all(type(v) in (int, float) and math.isfinite(v) and (key == "mean" or v > 0) for v in manifest[key]):
             raise M3DError(f"{str(file)!r}: the manifest's {key!r} must be a list of numbers, those of std positive")

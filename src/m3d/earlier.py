@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-_BEFORE: Mapping[str, Any] = {"chroma": "full", "train_batch": 256}
+_BEFORE: Mapping[str, Any] = {"chroma": "full", "train_batch": 256, "cell": 0, "margin": 0}
 
 
 def completed(options: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:

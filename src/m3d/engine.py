@@ -50,7 +50,8 @@ def condense(
         raise M3DError(f"ipc={ipc} is not valid; allowed: 1 and more images per class")
     began = time.perf_counter()
     with runtime.active(), borrowing() as borrowed:
-        pixels = method.tiles.encode(method.init(data, ipc * method.tiles.cells, seed, runtime, shard.ranks))
+        start = method.init(data, method.tiles.count(ipc, data.shape), seed, runtime, shard.ranks)
+        pixels = method.tiles.encode(start)
         own = pixels[shard.mine.start : shard.mine.stop]
         step = None if method.matching is None else Step(method, data, net, own, seed, runtime, shard)
         paid = borrowed.seconds if watch.pays_for_networks else 0.0

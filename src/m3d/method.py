@@ -17,7 +17,7 @@ from m3d.players import Player
 from m3d.pools import Pool
 from m3d.probes import Forward, Probe
 from m3d.select import Init
-from m3d.synth import Tiles
+from m3d.tiles import Tiles
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from m3d.errors import M3DError
 from m3d.files import write_bytes
 from m3d.limits import plain_file
 from m3d.run_folder import RunFolder
+from m3d.tiles import Tiles
 from m3d.wording import counted
 
 log = logging.getLogger(__name__)
@@ -80,24 +81,31 @@ def _letters_without_a_font() -> Iterator[None]:
 def grid(condensed: CondensedSet, decoded: bool = False, most: int = 10, classes: int = 20) -> Figure:
     """Rows are classes, columns images: as stored, or as a network sees them (``decoded``). With one or two images of a
     class, classes stand side by side instead."""
-    images = condensed.decoded()[0] if decoded else condensed.tiles.mosaics(condensed.images)
     names = condensed.class_names
-    per_class = len(images) // len(names)
+    images = condensed.decoded()[0].unflatten(0, (len(names), -1)) if decoded else condensed.pictures()
+    per_class = images.shape[1]
     rows, columns = min(len(names), classes), min(per_class, most)
-    shown = images.unflatten(0, (len(names), per_class))[:rows, :columns]
+    shown = images[:rows, :columns]
     title = (
         f"{condensed.manifest['data'].get('name', '')} condensed by {condensed.manifest['method']}: "
         f"{condensed.manifest['ipc']} per class" + (f", decoded to {per_class}" if decoded else "")
     )
-    if condensed.tiles.halved and not decoded:
+    if not decoded and condensed.tiles.cell:
+        title += f", cells of {condensed.tiles.cell} pixels"
+    elif not decoded and condensed.tiles.halved:
         title += ", two mosaics each"
     if condensed.soft is not None:
         sizes = {k: f"{v / 1024:.1f} KiB" for k, v in condensed.storage.items()}
         title += f", soft labels ({sizes['pixels']} pixels + {sizes['labels']} labels)"
-    shown_are = "mosaics" if condensed.tiles.halved and not decoded else "images"
+    shown_are = "images" if decoded else _kind(condensed.tiles)
     hidden = [f"{rows} of {len(names)} classes"] * (rows < len(names))
     hidden += [f"{columns} of {per_class} {shown_are}"] * (columns < per_class)
     return mosaic_figure(shown, names[:rows], title + (f" ({', '.join(hidden)} shown)" if hidden else ""))
+
+
+def _kind(tiles: Tiles) -> str:
+    """What pictures of what is stored show."""
+    return "cells" if tiles.cell else "mosaics" if tiles.halved else "images"
 
 
 def mosaic_figure(images: Tensor, names: Sequence[str], title: str) -> Figure:

@@ -131,6 +131,8 @@ class Prepared:
             "factor": self.method.tiles.factor,
             "upsample": self.method.tiles.upsample,
             "chroma": self.method.tiles.chroma,
+            "cell": self.method.tiles.cell,
+            "margin": self.method.tiles.margin,
             "mean": list(data.mean),
             "std": list(data.std),
             "class_names": list(data.class_names),
@@ -226,21 +228,22 @@ def prepare(request: Mapping[str, Any], data: Dataset) -> Prepared:
 
 def _require_images(method: Method, options: Mapping[str, object], data: Dataset, ipc: int) -> None:
     """Refuse what has more cells than the smallest class has images to start from, and say what would fit."""
-    tiles, have = method.tiles, int(data.train.count.min())
+    tiles, have, shape = method.tiles, int(data.train.count.min()), data.shape
     try:
-        method.init.require(data, ipc * tiles.cells)
+        method.init.require(data, tiles.count(ipc, shape))
     except M3DError as error:
         ways = []
-        if have >= tiles.cells:
-            ways.append(f"--ipc {have // tiles.cells} at most")
-        if tiles.halved and ipc * tiles.factor**2 <= have:
+        fewer = next((n for n in range(ipc, 0, -1) if tiles.count(n, shape) <= have), None)
+        if fewer is not None:
+            ways.append(f"--ipc {fewer} at most")
+        if tiles.halved and replace(tiles, chroma="full").count(ipc, shape) <= have:
             ways.append("--set chroma=full")
-        smaller = [f for f in range(1, tiles.factor) if ipc * replace(tiles, factor=f).cells <= have]
+        smaller = [f for f in range(1, tiles.factor) if replace(tiles, factor=f).count(ipc, shape) <= have]
         if smaller:
             ways.append(f"--factor {smaller[-1]}")
         if "init" in options:
             ways.append("noise instead (--set init=noise)")
-        what = f"{counted(ipc, 'images')} of {counted(tiles.cells, 'cells')} each"
+        what = f"{ipc} stored, which hold {counted(tiles.count(ipc, shape), 'images')}"
         raise M3DError(f"{error} ({what}); take {', or '.join(ways)}" if ways else f"{error} ({what})") from error
 
 

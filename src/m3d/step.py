@@ -66,7 +66,7 @@ class Step(nn.Module):
         for part in (self.objective, self.probe):
             self._teach(part)
         self._players = nn.ModuleList(self.players)  # so that their state is saved
-        decoded = pixels.shape[1] * method.tiles.cells
+        decoded = method.tiles.count(pixels.shape[1], data.shape)
         self.subset = min(matching.batch_syn_max, decoded)
         self.decoded = decoded
         self.lanes = torch.arange(self.shard.mine.start, self.shard.mine.stop, device=device)  # own classes by number

@@ -67,8 +67,7 @@ def export(
     default = home / (_named("imagefolder", run) if to == "imagefolder" else f"{_named('condensed', run)}.{to}")
     condensed = CondensedSet.load(run)
     typer.echo(str(write(condensed, to, out or default, overwrite)))
-    each = int(condensed.manifest["ipc"]) * condensed.tiles.cells
-    typer.echo(f"m3d: {counted(each, 'images')} per class, as a network is shown them", err=True)
+    typer.echo(f"m3d: {counted(condensed.per_class, 'images')} per class, as a network is shown them", err=True)
 
 
 def _named(what: str, run: Path) -> str:

@@ -40,7 +40,7 @@ from m3d.players import Descent
 from m3d.pools.watched import Watched
 from m3d.probes import Forward
 from m3d.select import InitSpec, make_init
-from m3d.synth import Tiles
+from m3d.tiles import Tiles
 
 
 @METHODS.register("cafe", paper="Wang et al., CVPR 2022", equation="layer-wise alignment, discrimination", cost="high")

@@ -18,13 +18,20 @@ from __future__ import annotations
 from m3d.method import Method
 from m3d.methods import METHODS, Task
 from m3d.select import ByFeatures, Features, RandomReal, herding, k_center
-from m3d.synth import Chroma, Tiles
+from m3d.tiles import Chroma, Tiles
 
 
 @METHODS.register("random", paper="baseline", equation="none", cost="none")
-def random(task: Task, *, factor: int = 1, chroma: Chroma = "full") -> Method:
+def random(
+    task: Task,
+    *,
+    factor: int = 1,
+    chroma: Chroma = "full",
+    cell: int = 0,
+    margin: int = 0,
+) -> Method:
     """Random real images of each class, kept as they are."""
-    return Method(init=RandomReal(), tiles=Tiles(factor, chroma=chroma))
+    return Method(init=RandomReal(), tiles=Tiles(factor, chroma=chroma, cell=cell, margin=margin))
 
 
 @METHODS.register("herding", paper="Welling, ICML 2009", equation="greedy mean matching", cost="one training")
@@ -33,12 +40,15 @@ def herding_coreset(
     *,
     factor: int = 1,
     chroma: Chroma = "full",
+    cell: int = 0,
+    margin: int = 0,
     features: Features = "network",
     network: str = "convnet3",
     epochs: int = 20,
 ) -> Method:
     """Real images whose running mean stays nearest to the class mean in a trained network's representation."""
-    return Method(init=ByFeatures(herding, features, network, epochs), tiles=Tiles(factor, chroma=chroma))
+    chosen = ByFeatures(herding, features, network, epochs)
+    return Method(init=chosen, tiles=Tiles(factor, chroma=chroma, cell=cell, margin=margin))
 
 
 @METHODS.register("k-center", paper="Sener & Savarese, ICLR 2018", equation="farthest-first cover", cost="one training")
@@ -47,9 +57,12 @@ def k_center_coreset(
     *,
     factor: int = 1,
     chroma: Chroma = "full",
+    cell: int = 0,
+    margin: int = 0,
     features: Features = "network",
     network: str = "convnet3",
     epochs: int = 20,
 ) -> Method:
     """Real images that cover each class: always the farthest from those chosen before."""
-    return Method(init=ByFeatures(k_center, features, network, epochs), tiles=Tiles(factor, chroma=chroma))
+    chosen = ByFeatures(k_center, features, network, epochs)
+    return Method(init=chosen, tiles=Tiles(factor, chroma=chroma, cell=cell, margin=margin))

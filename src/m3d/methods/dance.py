@@ -27,7 +27,7 @@ from m3d.objectives import MMD
 from m3d.players import Descent
 from m3d.pools.pretrained import Pretrained, default_batch, encoder_recipe
 from m3d.select import InitSpec, make_init
-from m3d.synth import Tiles
+from m3d.tiles import Tiles
 
 
 @METHODS.register(

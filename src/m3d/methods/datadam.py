@@ -29,7 +29,7 @@ from m3d.players import Descent
 from m3d.pools import Fresh
 from m3d.probes import Forward
 from m3d.select import InitSpec, make_init
-from m3d.synth import Tiles
+from m3d.tiles import Tiles
 
 _WEIGHT = 100.0
 

@@ -30,7 +30,7 @@ from m3d.players import Descent
 from m3d.pools import TrainedOnSynthetic
 from m3d.probes import Gradient
 from m3d.select import InitSpec, make_init
-from m3d.synth import Tiles
+from m3d.tiles import Tiles
 
 # Images per class → (steps per network, epochs of training after each), as published.
 _LOOPS = {1: (1, 1), 10: (10, 50), 20: (20, 25), 30: (30, 20), 40: (40, 15), 50: (50, 10)}

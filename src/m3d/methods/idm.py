@@ -44,7 +44,7 @@ from m3d.objectives import MMD, Objective
 from m3d.players import Descent
 from m3d.pools.queue import Queue
 from m3d.select import InitSpec, make_init
-from m3d.synth import Tiles
+from m3d.tiles import Tiles
 from m3d.train import Recipe
 from m3d.types import Seen
 

@@ -34,7 +34,8 @@ from m3d.objectives.features import MMD
 from m3d.players import Descent
 from m3d.pools import Fresh
 from m3d.select import InitSpec, make_init
-from m3d.synth import Chroma, Tiles, Upsample
+from m3d.tiles import Chroma, Tiles
+from m3d.upsamplers import Upsample
 
 
 def size_rate(shape: tuple[int, int, int]) -> float:
@@ -80,6 +81,8 @@ def m3d(
     factor: int | None = None,
     upsample: Upsample | None = None,
     chroma: Chroma = "full",
+    cell: int = 0,
+    margin: int = 0,
     kernel: KernelSpec = "gaussian",
     ipm: int = 5,
     batch_real: int = 128,
@@ -95,12 +98,13 @@ def m3d(
             raise M3DError(f"kernel {kernel!r} has no default learning rate; give one with --lr")
         lr = chosen.rate * size_rate(task.shape) * task.ipc
     own = own_settings(task)
-    factor = own.factor if factor is None else factor
+    if factor is None:
+        factor = 1 if cell else own.factor
     upsample = own.upsample if upsample is None else upsample
     augment = own.augment if augment is None else augment
     return Method(
         init=make_init(init),
-        tiles=Tiles(factor, upsample=upsample, chroma=chroma),
+        tiles=Tiles(factor, upsample=upsample, chroma=chroma, cell=cell, margin=margin),
         matching=Matching(
             steps=steps,
             pool=Fresh(every=ipm),

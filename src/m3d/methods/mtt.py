@@ -32,7 +32,7 @@ from m3d.objectives import EndPoint
 from m3d.players import Descent
 from m3d.pools.experts import Experts
 from m3d.select import InitSpec, make_init
-from m3d.synth import Tiles
+from m3d.tiles import Tiles
 from m3d.train import Recipe
 from m3d.unroll import Lessons, Unroll
 
@@ -112,7 +112,7 @@ def mtt(
     known = known._replace(**{name: value for name, value in given.items() if value is not None})
     operations = Augment.any_one(task.mirror) if augment is None else Augment.parse(augment)
     lessons = Lessons(known.syn_steps, known.batch_syn)
-    decoded = task.ipc * tiles.cells
+    decoded = tiles.count(task.ipc, task.shape)
     if recompute is None:
         pixels = sum(lessons.sizes(task.classes * decoded)) * task.shape[1] * task.shape[2]
         recompute = pixels > _KEPT

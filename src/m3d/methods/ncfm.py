@@ -31,7 +31,7 @@ from m3d.objectives import CharacteristicGap
 from m3d.players import AdamW
 from m3d.pools.pretrained import Pretrained, default_batch, encoder_recipe
 from m3d.select import InitSpec, make_init
-from m3d.synth import Tiles
+from m3d.tiles import Tiles
 
 
 @METHODS.register("ncfm", paper="Wang et al., CVPR 2025", equation="characteristic functions, min-max", cost="medium")

@@ -17,6 +17,7 @@ try on held-out data sixteen cells cost MNIST five points and gained Fashion-MNI
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from m3d.augment import Augment
@@ -31,8 +32,9 @@ from m3d.players import Descent
 from m3d.pools.pretrained import Pretrained, default_batch, encoder_recipe
 from m3d.probes import Forward
 from m3d.select import InitSpec, make_init
-from m3d.synth import Chroma, Tiles, Upsample
+from m3d.tiles import Chroma, Tiles
 from m3d.types import Seen
+from m3d.upsamplers import Upsample
 
 
 class _Found(NamedTuple):
@@ -57,6 +59,8 @@ def plus(
     factor: int | None = None,
     upsample: Upsample | None = None,
     chroma: Chroma | None = None,
+    cell: int = 0,
+    margin: int = 0,
     kernel: KernelSpec = "gaussian",
     layers: int = 0,
     layer_weight: float = 1.0,
@@ -86,14 +90,15 @@ def plus(
     loss: Objective[Seen] = LayersMMD(chosen, layers, layer_weight) if layers else MMD(chosen)
     encoder_batch = default_batch(task.shape) if encoder_batch is None else encoder_batch
     own = own_settings(task)
-    factor = _factor(task, found) if factor is None else factor
-    chroma = _chroma(task, factor) if chroma is None else chroma
-    upsample = own.upsample if upsample is None else upsample
+    if factor is None:
+        factor = 1 if cell else _factor(task, found)
+    tiles = Tiles(factor, upsample=own.upsample if upsample is None else upsample, cell=cell, margin=margin)
+    tiles = replace(tiles, chroma=_chroma(task, tiles) if chroma is None else chroma)
     augment = own.augment if augment is None else augment
     recipe = encoder_recipe(encoder_epochs, encoder_batch, encoder_lr)
     return Method(
         init=make_init(init),
-        tiles=Tiles(factor, upsample=upsample, chroma=chroma),
+        tiles=tiles,
         matching=Matching(
             steps=steps,
             pool=Pretrained(recipe, encoders, mix_low, mix_high, ipm, round(ce_ramp * steps)),
@@ -110,8 +115,8 @@ def plus(
         settled={
             "lr": lr,
             "factor": factor,
-            "upsample": upsample,
-            "chroma": chroma,
+            "upsample": tiles.upsample,
+            "chroma": tiles.chroma,
             "ce_weight": ce_weight,
             "encoder_batch": encoder_batch,
             "augment": augment,
@@ -125,11 +130,12 @@ def _factor(task: Task, found: _Found) -> int:
     return found.factor if usual == 2 and not grey else usual
 
 
-def _chroma(task: Task, factor: int) -> Chroma:
+def _chroma(task: Task, tiles: Tiles) -> Chroma:
     """Half wherever images that are cut up at all can be stored so, and each cell can start from another real one."""
-    halved = Tiles(factor, chroma="half")
-    enough = task.smallest is None or task.smallest >= task.ipc * halved.cells
-    return "half" if factor > 1 and halved.fits(task.shape) and enough else "full"
+    halved = replace(tiles, chroma="half")
+    enough = task.smallest is None or task.smallest >= halved.count(task.ipc, task.shape)
+    cut_up = tiles.factor > 1 or tiles.cell > 0
+    return "half" if cut_up and halved.fits(task.shape) and enough else "full"
 
 
 def milestones(steps: int) -> tuple[int, int]:

@@ -245,7 +245,7 @@ class _ExpertPool(LivePool):
         super().__init__()
         self.record, self.seed, self.trajectories = record, world.seed, trajectories
         classes, ipc = world.synthetic.latent.shape[:2]
-        self.images = classes * ipc * world.synthetic.tiles.cells
+        self.images = classes * world.synthetic.tiles.count(ipc, world.data.shape)
         orders, uniforms = record.lessons.draw(self.seed, 0, self.images, world.net.base.device)
         for name, value in (
             ("parameters_flat", torch.zeros_like(world.net.base)),

@@ -183,10 +183,11 @@ def evaluating(cell: Cell, overrides: Overrides) -> Estimate:
 def decoded(source: Source) -> int:
     """Images of a class that networks are trained on."""
     channels, side, _ = FACTS[source.data].shape
-    l = factor(source)
-    own = "half" if source.method == "m3d+" and channels == 3 and l > 1 and side % (2 * l) == 0 else "full"
+    l, cell = factor(source), int(dict(source.options).get("cell") or 0)
+    fits = cell % 2 == 0 if cell else l > 1 and side % (2 * l) == 0
+    own = "half" if source.method == "m3d+" and channels == 3 and fits else "full"
     halved = dict(source.options).get("chroma", own) == "half"
-    return source.ipc * l**2 * (2 if halved else 1)
+    return (source.ipc * side**2 // cell**2 if cell else source.ipc * l**2) * (2 if halved else 1)
 
 
 def factor(source: Source) -> int:
@@ -194,6 +195,8 @@ def factor(source: Source) -> int:
     given = dict(source.options).get("factor")
     if given is not None:
         return int(given)
+    if dict(source.options).get("cell"):
+        return 1
     if source.method not in ("m3d", "m3d+", "dance", "ncfm", "dsdm", "idc", "idm"):
         return 1
     if FACTS[source.data].shape[1] >= 128:

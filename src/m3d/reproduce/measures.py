@@ -44,8 +44,7 @@ def picture(condensed: CondensedSet) -> dict[str, Any]:
     """Some stored images as one PNG, in a record: two of each of ten classes, one below the other, or at IPC 1 one each
     of twenty."""
     rows, columns = _PICTURE
-    classes = len(condensed.class_names)
-    images = condensed.tiles.mosaics(condensed.images).unflatten(0, (classes, -1))  # [C, ipc, ch, h, w]
+    images = condensed.pictures()
     labelled = images.shape[1] >= rows
     if labelled:
         shown = images[:columns, :rows].transpose(0, 1)
