@@ -231,6 +231,16 @@ def test_damaged_sets_of_cells_are_refused(tmp_path):
         CondensedSet.load(tmp_path / "mixed.safetensors")
 
 
+def test_labels_follow_their_images_in_any_order():
+    """Images of one set may be mixed as long as no cell is shared."""
+    made = m3d.condense(make_dataset(3, 24, (1, 8, 8)), 2, "random", factor=2, device="cpu")
+    order = torch.tensor([4, 0, 3, 1, 5, 2])
+    mixed = dataclasses.replace(made, images=made.images[order], labels=made.labels[order])
+    images, labels = (part.unflatten(0, (6, 4)) for part in made.decoded())
+    assert torch.equal(mixed.decoded()[0], images[order].flatten(0, 1))
+    assert torch.equal(mixed.decoded()[1], labels[order].flatten())
+
+
 def test_records_from_before_there_were_cells_mean_the_same(tmp_path):
     """What was recorded without the options and what names their plain values are one setting."""
     from m3d.earlier import comparable, completed

@@ -92,6 +92,22 @@ def test_stated_factors_are_the_methods_own():
     assert checked > 150
 
 
+def test_estimates_know_how_many_cells_there_are():
+    from m3d.reproduce.cost import decoded
+
+    for data, ipc, options in (
+        ("mnist", 10, {"cell": 10}),
+        ("cifar10", 10, {"cell": 20}),
+        ("cifar10", 1, {"cell": 11}),
+        ("cifar10", 50, {"cell": 16, "chroma": "full"}),
+    ):
+        facts, entry = FACTS[data], METHODS.get("m3d+")
+        task = Task(data, facts.shape, facts.classes, ipc)
+        tiles = entry.build(task, **entry.resolve(options)).tiles
+        source = Source(data, ipc, "m3d+", tuple(sorted(options.items())))
+        assert decoded(source) == tiles.count(ipc, facts.shape) > ipc
+
+
 def test_baselines_of_mnist_are_measured_as_dc_measured_them():
     """DC augments MNIST alone; the selections its paper quotes are measured by its protocol too."""
     cells = {cell.key: cell.protocol for cell in PLANS["lowres"].cells}
