@@ -1,11 +1,10 @@
 """Ten networks trained side by side, as channels of one, against the same ten one after the other: ms of a step.
 
     python benchmarks/networks.py                    # the networks of the cross-architecture table, on a GPU
-    python benchmarks/networks.py --nets resnet18,vgg11 --repeats 5 --side 64
+    python benchmarks/networks.py --nets 'resnet18;vgg11' --repeats 5 --side 64
 
-Side by side they are timed twice: through the library's convolutions and, where there is a GPU, with our kernels for
-the narrow ones. All ways take the same steps: batches, augmentation and CutMix of the ``paper`` protocol and SGD are in
-every number.
+Side by side they are timed twice: through the library's convolutions, and with our kernels for the narrow ones. All
+ways take the same steps: batches, augmentation and CutMix of the ``paper`` protocol and SGD are in every number.
 """
 
 from __future__ import annotations
@@ -79,6 +78,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args()
     runtime = Runtime.choose(options.device)
+    if runtime.device.type != "cuda":
+        parser.error(f"on {runtime.device.type} all networks run one by one; side by side they do on a GPU alone")
     report: dict[str, Any] = {**runtime.describe(), "repeats": options.repeats, "side": options.side, "ms": {}}
     sizes = (options.side, options.images, options.repeats, runtime)
     with runtime.active():
@@ -86,9 +87,8 @@ def main() -> None:
             found = report["ms"][spec] = {}
             with narrow_kernels(False):
                 found["side by side"] = milliseconds(spec, *sizes)
-            if runtime.device.type == "cuda":
-                with narrow_kernels(True):
-                    found["side by side, our kernels"] = milliseconds(spec, *sizes)
+            with narrow_kernels(True):
+                found["side by side, our kernels"] = milliseconds(spec, *sizes)
             with one_by_one():
                 found["one by one"] = milliseconds(spec, *sizes)
             print(f"{spec}: " + ", ".join(f"{way} {ms:.2f} ms" for way, ms in found.items()), flush=True)

@@ -238,6 +238,10 @@ class _Judged:
         ({"method": "dsa", "init": "hering"}, "unknown initialisation 'hering'"),  # a variant's option
         ({"net": "convnet3,width=16"}, "options follow a colon, as in convnet3:width=16"),
         ({"net": "convnet3:widht=16"}, "unknown option of convnet3 'widht'"),
+        ({"factor": 17}, "factor=17 is not valid; allowed: 1 to 16"),
+        ({"method": "idc", "factor": 0}, "factor=0 is not valid"),
+        ({"cell": -1}, "cell=-1 is not valid"),
+        ({"method": "random", "margin": -2}, "margin=-2 is not valid"),
         ({"device": "tpu"}, "unknown device 'tpu'"),
         ({"precision": "fp8"}, "unknown precision 'fp8'"),
         ({"ipc": 0}, "ipc=0 is not valid"),
@@ -262,6 +266,9 @@ def test_too_few_images_and_what_would_fit():
             "take --ipc 2 at most, or --set chroma=full, or --factor 1$",
         ),
         ({"method": "random", "ipc": 1, "factor": 5}, r"\(1 stored, which hold 25 images\); take --factor 4$"),
+        ({"method": "random", "ipc": 6, "factor": 2, "margin": 4}, r"which hold 24 images\); take --ipc 5 at most$"),
+        ({"method": "random", "ipc": 1, "factor": 4, "chroma": "half"}, "take --set chroma=full, or --factor 2$"),
+        ({"method": "random", "ipc": 6, "cell": 14}, "take --ipc 4 at most, or --set cell=18$"),
     ):
         with pytest.raises(M3DError, match=told):
             m3d.condense(data, device="cpu", **options)

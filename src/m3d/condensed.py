@@ -52,6 +52,8 @@ class CondensedSet:
         cut = f"factor {self.manifest.get('factor')}"
         if self.manifest.get("cell"):
             cut = f"cells {self.manifest['cell']} pixels high"
+        if self.manifest.get("margin"):
+            cut += f" in frames of {self.manifest['margin']}"
         halved = ", halved colours" if self.manifest.get("chroma") == "half" else ""
         return f"CondensedSet({made}: {images}, {cut}{halved}, {self.label_kind} labels)"
 
@@ -176,6 +178,8 @@ class CondensedSet:
                 f"{str(file)!r}: images are {self.images.dtype} {list(self.images.shape)}; "
                 f"expected float32 [{n}, channels, height, width]"
             )
+        if not self.images.numel():
+            raise M3DError(f"{str(file)!r}: images are {list(self.images.shape)}; a set holds one image at least")
         channels, height, width = self.images.shape[1:]
         try:
             self.tiles.require((channels, height, width))
@@ -183,8 +187,6 @@ class CondensedSet:
             raise M3DError(f"{str(file)!r}: {error}") from error
         if {len(self.manifest["mean"]), len(self.manifest["std"])} != {channels}:
             raise M3DError(f"{str(file)!r}: mean and std must have {channels} values, one per channel")
-        if not n or not self.images.numel():
-            raise M3DError(f"{str(file)!r}: images are {list(self.images.shape)}; a set holds one image at least")
         if not torch.isfinite(self.images).all():
             raise M3DError(f"{str(file)!r}: pixels must be finite numbers")
         if self.bounded and not (self.images.min() >= 0 and self.images.max() <= 1):

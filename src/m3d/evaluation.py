@@ -236,6 +236,7 @@ def evaluate(
         "labels": condensed.label_kind,
         "storage": condensed.storage,  # bytes
     }
+    source |= {name: condensed.manifest[name] for name in ("cell", "margin") if condensed.manifest.get(name)}
     if condensed.soft is not None:
         source |= {"soft_set": sha256(condensed.soft), "soft_labels": condensed.manifest.get("soft_labels")}
     protocol = make_protocol(protocol) if isinstance(protocol, str) else protocol

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from m3d.nets.flat import FlatNet
 from m3d.run_folder import RunFolder
 from m3d.runtime import Runtime
 from m3d.shards import Ranks, Shard, split
+from m3d.tiles import Tiles
 from m3d.watch import Outcome, Progress, Snapshot, Watch
 from m3d.wording import counted
 
@@ -228,23 +230,33 @@ def prepare(request: Mapping[str, Any], data: Dataset) -> Prepared:
 
 def _require_images(method: Method, options: Mapping[str, object], data: Dataset, ipc: int) -> None:
     """Refuse what has more cells than the smallest class has images to start from, and say what would fit."""
-    tiles, have, shape = method.tiles, int(data.train.count.min()), data.shape
+    tiles = method.tiles
     try:
-        method.init.require(data, tiles.count(ipc, shape))
+        method.init.require(data, tiles.count(ipc, data.shape))
     except M3DError as error:
-        ways = []
-        fewer = next((n for n in range(ipc, 0, -1) if tiles.count(n, shape) <= have), None)
-        if fewer is not None:
-            ways.append(f"--ipc {fewer} at most")
-        if tiles.halved and replace(tiles, chroma="full").count(ipc, shape) <= have:
-            ways.append("--set chroma=full")
-        smaller = [f for f in range(1, tiles.factor) if replace(tiles, factor=f).count(ipc, shape) <= have]
-        if smaller:
-            ways.append(f"--factor {smaller[-1]}")
+        ways = _with_fewer_cells(tiles, int(data.train.count.min()), ipc, data.shape)
         if "init" in options:
             ways.append("noise instead (--set init=noise)")
-        what = f"{ipc} stored, which hold {counted(tiles.count(ipc, shape), 'images')}"
+        what = f"{ipc} stored, which hold {counted(tiles.count(ipc, data.shape), 'images')}"
         raise M3DError(f"{error} ({what}); take {', or '.join(ways)}" if ways else f"{error} ({what})") from error
+
+
+def _with_fewer_cells(tiles: Tiles, have: int, ipc: int, shape: tuple[int, int, int]) -> list[str]:
+    """The options that leave no more cells than ``have``, of each kind the one that leaves most."""
+
+    def fits(other: Tiles, stored: int = ipc) -> bool:
+        try:
+            other.require(shape)
+        except M3DError:
+            return False
+        return other.count(stored, shape) <= have
+
+    fewer = (f"--ipc {n} at most" for n in range(ipc, 0, -1) if fits(tiles, n))
+    coloured = ("--set chroma=full" for _ in [0] if tiles.halved and fits(replace(tiles, chroma="full")))
+    larger = (f"--factor {f}" for f in range(tiles.factor - 1, 0, -1) if fits(replace(tiles, factor=f)))
+    heights = tiles.cells(*shape[1:]) if tiles.cell else []
+    higher = (f"--set cell={height}" for height in heights if fits(replace(tiles, cell=height)))
+    return [way for ways in (fewer, coloured, larger, higher) for way in islice(ways, 1)]
 
 
 def _check_judging(judging: Mapping[str, Any], data: Dataset) -> None:

@@ -31,11 +31,11 @@ class Synthetic(nn.Module):
         return self.normalise.inverse(latent) if self.standardised else latent
 
     def decoded(self) -> Tensor:
-        """[C, ipc·l², ch, h, w]: as a network is trained on them, before normalisation."""
+        """[C, N, ch, h, w]: as a network is trained on them, before normalisation."""
         return self.tiles.decode(self.pixels())
 
     def forward(self, classes: Tensor) -> Tensor:
-        """[c, ipc·l², ch, h, w]: the images of ``classes`` [c], which rise, decoded and normalised.
+        """[c, N, ch, h, w]: the images of ``classes`` [c], which rise, decoded and normalised.
 
         All of them are taken as they are: the gradient of an indexing operation is sorted and added up on a GPU.
         """

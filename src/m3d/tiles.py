@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -31,15 +31,16 @@ class Tiles:
     nineteen of 20×20.
 
     Cells are enlarged by ``bilinear`` interpolation as in the paper, or by ``bicubic`` or ``cosine``, which are sharper
-    and overshoot (what leaves [0, 1] is cut off). They fill the image but for a black frame of ``margin`` pixels:
-    images that all have one, like MNIST's, need not spend stored pixels on it.
+    and overshoot (what leaves [0, 1] is cut off). They fill the image but for a black frame of ``margin`` pixels, which
+    costs no stored ones. What a real image shows in its frame is lost: of MNIST's ink 0.2 % at two pixels, 3 % at four.
 
     ``chroma`` ``half`` stores a cell as JPEG does: its luminance, and two colour differences at half the resolution,
     which together are half as many numbers as red, green and blue. So every cell holds two images: the first two
     of its channels are their luminances, and the third is cut into four, which hold their colour differences.
 
     Images that start a mosaic are made small by taking the ``nearest`` pixel, or by ``bilinear`` interpolation (at
-    factor 2 the mean of each 2×2 square); cells of their own size, and framed ones, start as near to them as they can.
+    factor 2 the mean of each 2×2 square); cells of their own size, and framed ones, start as what comes nearest to them
+    (least squares, cut off at 0 and 1).
     """
 
     factor: int = 2
@@ -84,26 +85,50 @@ class Tiles:
 
     def require(self, shape: tuple[int, int, int]) -> None:
         """Refuse images that cannot be cut up like this."""
-        of = f"images of {shape[1]}×{shape[2]}"
-        for side, cell in zip(shape[1:], self._cell(*shape[1:]), strict=True):
-            if cell * (self.factor - 1) >= side:
-                raise M3DError(f"factor={self.factor} leaves cells without a pixel in {of}")
-            if cell * _LARGEST_FACTOR < side:
-                raise M3DError(
-                    f"cell={self.cell} is too small for {of}; allowed: from {-(-shape[1] // _LARGEST_FACTOR)}"
-                )
-            if cell > side - 2 * self.margin:
-                framed = f" with a margin of {self.margin}" if self.margin else ""
-                raise M3DError(
-                    f"cells of {cell} pixels are larger than what they are enlarged to: {side} pixels{framed}"
-                )
+        h, w = shape[1:]
+        if self.cell:
+            self._require_cell(h, w)
+        else:
+            self._require_factor(h, w)
         if self.halved and not self.fits(shape):
-            sides = "cells of even sides" if self.cell else f"sides that {2 * self.factor} divides"
-            cut = f"cell={self.cell}" if self.cell else f"factor={self.factor}"
+            cut, sides = f"factor={self.factor}", f"sides that {2 * self.factor} divides"
+            if self.cell:
+                cut, sides = "cells of {}×{} pixels".format(*self._cell(h, w)), "cells of even sides"
             raise M3DError(
-                f"chroma=half does not go with {shape[0]}×{shape[1]}×{shape[2]} images and {cut}; "
+                f"chroma=half does not go with {shape[0]}×{h}×{w} images and {cut}; "
                 f"allowed: three channels, and {sides}"
             )
+
+    def _require_factor(self, h: int, w: int) -> None:
+        rows, columns = self._cell(h, w)
+        if rows * (self.factor - 1) >= h or columns * (self.factor - 1) >= w:
+            raise M3DError(f"factor={self.factor} leaves cells without a pixel in images of {h}×{w}")
+        widest = min(h - rows, w - columns) // 2
+        if self.margin > widest:
+            allowed = f"0 to {widest}" if widest else "0; a larger factor, or a cell, makes them smaller"
+            raise M3DError(
+                f"margin={self.margin} leaves less of images of {h}×{w} than the {rows}×{columns} pixels of a cell "
+                f"(factor={self.factor}); allowed: {allowed}"
+            )
+
+    def _require_cell(self, h: int, w: int) -> None:
+        heights = self.cells(h, w)
+        if self.cell not in heights:
+            framed = f" and margin={self.margin}" if self.margin else ""
+            allowed = f"{heights[0]} to {heights[-1]}" if heights else "none, the margin leaves nothing"
+            raise M3DError(f"cell={self.cell} does not go with images of {h}×{w}{framed}; allowed: {allowed}")
+
+    def cells(self, h: int, w: int) -> list[int]:
+        """The heights that cells of images of this size may have."""
+
+        def fits(height: int) -> bool:
+            sizes = replace(self, factor=1, cell=height)._cell(h, w)
+            return all(
+                size * _LARGEST_FACTOR >= side and size <= side - 2 * self.margin
+                for size, side in zip(sizes, (h, w), strict=True)
+            )
+
+        return [height for height in range(1, h + 1) if fits(height)]
 
     def fits(self, shape: tuple[int, int, int]) -> bool:
         """Whether images of this shape can be stored with halved colours, cut like this."""
@@ -164,7 +189,7 @@ class Tiles:
 
     def _cell(self, h: int, w: int) -> tuple[int, int]:
         if self.cell:
-            return self.cell, max(1, round(self.cell * w / h))
+            return self.cell, max(1, (2 * self.cell * w + h) // (2 * h))  # the nearest width of the same shape
         return -(-h // self.factor), -(-w // self.factor)
 
     def _cut(self, stored: Tensor) -> Tensor:
@@ -205,10 +230,15 @@ class Tiles:
         return images[..., rows, :][..., columns]
 
     def _fitted(self, target: int, source: int) -> Tensor:
-        """[source, target]: what is enlarged to come as near to an image as it can (least squares)."""
+        """[source, target]: what of an image is enlarged to come as near to it as it can (least squares)."""
         inverse: Tensor = torch.linalg.pinv(UPSAMPLERS[self.upsample](target, source, "cpu").double()).float()
         return inverse
 
+
+# Options of methods, which are tried before there are data.
+Factor = Annotated[int, Tiles]
+CellHeight = Annotated[int, lambda height: Tiles(1, cell=height)]
+Margin = Annotated[int, lambda width: Tiles(1, margin=width)]
 
 _LUMINANCE = (0.299, 0.587, 0.114)  # of red, green and blue, as in JPEG (ITU-R BT.601)
 _RED, _BLUE = 2 * (1 - _LUMINANCE[0]), 2 * (1 - _LUMINANCE[2])  # per unit of the red and the blue difference

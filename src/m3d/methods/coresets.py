@@ -18,17 +18,17 @@ from __future__ import annotations
 from m3d.method import Method
 from m3d.methods import METHODS, Task
 from m3d.select import ByFeatures, Features, RandomReal, herding, k_center
-from m3d.tiles import Chroma, Tiles
+from m3d.tiles import CellHeight, Chroma, Factor, Margin, Tiles
 
 
 @METHODS.register("random", paper="baseline", equation="none", cost="none")
 def random(
     task: Task,
     *,
-    factor: int = 1,
+    factor: Factor = 1,
     chroma: Chroma = "full",
-    cell: int = 0,
-    margin: int = 0,
+    cell: CellHeight = 0,
+    margin: Margin = 0,
 ) -> Method:
     """Random real images of each class, kept as they are."""
     return Method(init=RandomReal(), tiles=Tiles(factor, chroma=chroma, cell=cell, margin=margin))
@@ -38,10 +38,10 @@ def random(
 def herding_coreset(
     task: Task,
     *,
-    factor: int = 1,
+    factor: Factor = 1,
     chroma: Chroma = "full",
-    cell: int = 0,
-    margin: int = 0,
+    cell: CellHeight = 0,
+    margin: Margin = 0,
     features: Features = "network",
     network: str = "convnet3",
     epochs: int = 20,
@@ -55,10 +55,10 @@ def herding_coreset(
 def k_center_coreset(
     task: Task,
     *,
-    factor: int = 1,
+    factor: Factor = 1,
     chroma: Chroma = "full",
-    cell: int = 0,
-    margin: int = 0,
+    cell: CellHeight = 0,
+    margin: Margin = 0,
     features: Features = "network",
     network: str = "convnet3",
     epochs: int = 20,

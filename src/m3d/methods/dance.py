@@ -27,7 +27,7 @@ from m3d.objectives import MMD
 from m3d.players import Descent
 from m3d.pools.pretrained import Pretrained, default_batch, encoder_recipe
 from m3d.select import InitSpec, make_init
-from m3d.tiles import Tiles
+from m3d.tiles import Factor, Tiles
 
 
 @METHODS.register(
@@ -39,7 +39,7 @@ def dance(
     steps: int = 10_000,
     lr: float | None = None,
     momentum: float = 0.5,
-    factor: int | None = None,
+    factor: Factor | None = None,
     ce_weight: float = 1.0,
     encoders: int = 5,
     encoder_epochs: int | None = None,

@@ -29,7 +29,7 @@ from m3d.players import Descent
 from m3d.pools import Fresh
 from m3d.probes import Forward
 from m3d.select import InitSpec, make_init
-from m3d.tiles import Tiles
+from m3d.tiles import Factor, Tiles
 
 _WEIGHT = 100.0
 
@@ -41,7 +41,7 @@ def datadam(
     steps: int = 8000,
     lr: float | None = None,
     momentum: float = 0.5,
-    factor: int = 1,
+    factor: Factor = 1,
     power: int = 4,
     balance: float | None = None,
     ipm: int = 1,

@@ -30,7 +30,7 @@ from m3d.players import Descent
 from m3d.pools import TrainedOnSynthetic
 from m3d.probes import Gradient
 from m3d.select import InitSpec, make_init
-from m3d.tiles import Tiles
+from m3d.tiles import Factor, Tiles
 
 # Images per class → (steps per network, epochs of training after each), as published.
 _LOOPS = {1: (1, 1), 10: (10, 50), 20: (20, 25), 30: (30, 20), 40: (40, 15), 50: (50, 10)}
@@ -48,7 +48,7 @@ def dc(
     steps: int | None = None,
     lr: float = 0.1,
     momentum: float = 0.5,
-    factor: int = 1,
+    factor: Factor = 1,
     outer: int | None = None,
     inner: int | None = None,
     batch_real: int = 256,

@@ -30,7 +30,7 @@ from m3d.objectives import MMD, Moment, Objective
 from m3d.players import Descent
 from m3d.pools import Fresh
 from m3d.select import InitSpec, make_init
-from m3d.tiles import Tiles
+from m3d.tiles import Factor, Tiles
 from m3d.types import Seen
 
 
@@ -41,7 +41,7 @@ def dm(
     steps: int = 20_000,
     lr: float | None = None,
     momentum: float = 0.5,
-    factor: int = 1,
+    factor: Factor = 1,
     ipm: int = 1,
     batch_real: int = 256,
     batch_syn_max: int = 200,

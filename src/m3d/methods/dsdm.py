@@ -27,7 +27,7 @@ from m3d.objectives import MMD, Covariance, History, Objective
 from m3d.players import Descent
 from m3d.pools.pretrained import Pretrained, default_batch
 from m3d.select import InitSpec, make_init
-from m3d.tiles import Tiles
+from m3d.tiles import Factor, Tiles
 from m3d.train import Recipe
 from m3d.types import Seen
 
@@ -39,7 +39,7 @@ def dsdm(
     steps: int = 10_000,
     lr: float | None = None,
     momentum: float = 0.5,
-    factor: int | None = None,
+    factor: Factor | None = None,
     cov_weight: float = 50.0,
     history_weight: float = 0.2,
     history_keep: float = 0.99,

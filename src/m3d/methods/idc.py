@@ -29,7 +29,7 @@ from m3d.players import Descent
 from m3d.pools import TrainedOnReal
 from m3d.probes import Gradient
 from m3d.select import InitSpec, make_init
-from m3d.tiles import Tiles
+from m3d.tiles import Factor, Tiles
 from m3d.train import Recipe
 
 
@@ -64,7 +64,7 @@ def idc(
     steps: int | None = None,
     lr: float | None = None,
     momentum: float = 0.5,
-    factor: int | None = None,
+    factor: Factor | None = None,
     per_network: int = 100,
     train_images: int | None = None,
     train_before: int | None = None,

@@ -44,7 +44,7 @@ from m3d.objectives import MMD, Objective
 from m3d.players import Descent
 from m3d.pools.queue import Queue
 from m3d.select import InitSpec, make_init
-from m3d.tiles import Tiles
+from m3d.tiles import Factor, Tiles
 from m3d.train import Recipe
 from m3d.types import Seen
 
@@ -96,7 +96,7 @@ def idm(
     steps: int = 20_000,
     lr: float = 0.2,
     momentum: float = 0.5,
-    factor: int = 2,
+    factor: Factor = 2,
     ce_weight: float | None = None,
     push_every: int | None = None,
     queue: int | None = None,

@@ -34,7 +34,7 @@ from m3d.objectives.features import MMD
 from m3d.players import Descent
 from m3d.pools import Fresh
 from m3d.select import InitSpec, make_init
-from m3d.tiles import Chroma, Tiles
+from m3d.tiles import CellHeight, Chroma, Factor, Margin, Tiles
 from m3d.upsamplers import Upsample
 
 
@@ -78,11 +78,11 @@ def m3d(
     steps: int = 10_000,
     lr: float | None = None,
     momentum: float = 0.5,
-    factor: int | None = None,
+    factor: Factor | None = None,
     upsample: Upsample | None = None,
     chroma: Chroma = "full",
-    cell: int = 0,
-    margin: int = 0,
+    cell: CellHeight = 0,
+    margin: Margin = 0,
     kernel: KernelSpec = "gaussian",
     ipm: int = 5,
     batch_real: int = 128,

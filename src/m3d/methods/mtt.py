@@ -32,7 +32,7 @@ from m3d.objectives import EndPoint
 from m3d.players import Descent
 from m3d.pools.experts import Experts
 from m3d.select import InitSpec, make_init
-from m3d.tiles import Tiles
+from m3d.tiles import Factor, Tiles
 from m3d.train import Recipe
 from m3d.unroll import Lessons, Unroll
 
@@ -89,7 +89,7 @@ def mtt(
     steps: int = 5000,
     lr: float | None = None,
     momentum: float = 0.5,
-    factor: int = 1,
+    factor: Factor = 1,
     syn_steps: int | None = None,
     span: int | None = None,
     max_start: int | None = None,

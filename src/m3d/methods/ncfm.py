@@ -31,7 +31,7 @@ from m3d.objectives import CharacteristicGap
 from m3d.players import AdamW
 from m3d.pools.pretrained import Pretrained, default_batch, encoder_recipe
 from m3d.select import InitSpec, make_init
-from m3d.tiles import Tiles
+from m3d.tiles import Factor, Tiles
 
 
 @METHODS.register("ncfm", paper="Wang et al., CVPR 2025", equation="characteristic functions, min-max", cost="medium")
@@ -41,7 +41,7 @@ def ncfm(
     steps: int = 20_000,
     lr: float = 0.001,
     turns: int | None = None,
-    factor: int | None = None,
+    factor: Factor | None = None,
     sampler: Literal["normal", "learned"] = "normal",
     lr_sampler: float = 0.001,
     frequencies: int = 4096,

@@ -32,7 +32,7 @@ from m3d.players import Descent
 from m3d.pools.pretrained import Pretrained, default_batch, encoder_recipe
 from m3d.probes import Forward
 from m3d.select import InitSpec, make_init
-from m3d.tiles import Chroma, Tiles
+from m3d.tiles import CellHeight, Chroma, Factor, Margin, Tiles
 from m3d.types import Seen
 from m3d.upsamplers import Upsample
 
@@ -56,11 +56,11 @@ def plus(
     momentum: float = 0.5,
     decay: float = 1.0,
     average_from: float = 0.8,
-    factor: int | None = None,
+    factor: Factor | None = None,
     upsample: Upsample | None = None,
     chroma: Chroma | None = None,
-    cell: int = 0,
-    margin: int = 0,
+    cell: CellHeight = 0,
+    margin: Margin = 0,
     kernel: KernelSpec = "gaussian",
     layers: int = 0,
     layer_weight: float = 1.0,

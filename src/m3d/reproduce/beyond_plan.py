@@ -38,8 +38,8 @@ def beyond() -> Plan:
         "IDC is cut to 5,000 of its 200,000 steps. Best published of sets kept as pixels (IPC 1, 10, 50): CIFAR-10 "
         "53.9 (RCIG), 71.8, 77.4 (NCFM); CIFAR-100 39.3 (RCIG), 49.8 (DANCE), 55.0 (DATM, soft labels); and, as we "
         "remember them, SVHN 69.8, 87.9, 90.5 (DREAM); F-MNIST 81.5 (DANCE), 88.5, 90.2 (RCIG); MNIST 95.7 (DREAM), "
-        "98.9, 99.2 (RCIG). Sets stored otherwise (frequencies, generators, Gaussians) reach 68.5, 75.5, 77.7 on CIFAR-10 and 43.0, 47.4, 53.1 "
-        "on CIFAR-100."
+        "98.9, 99.2 (RCIG). Sets stored otherwise (frequencies, generators, Gaussians) reach 68.5, 75.5, 77.7 on "
+        "CIFAR-10 and 43.0, 47.4, 53.1 on CIFAR-100."
     )
     trained = "Seconds of condensing, with the training of the encoders that M3D+, DANCE and NCFM look through."
     tables = (
