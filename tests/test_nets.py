@@ -5,9 +5,11 @@ import math
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from m3d.errors import M3DError
 from m3d.nets import NETS, FlatNet, make_net
+from m3d.nets.pooling import halved
 from m3d.rng import Purpose
 
 
@@ -19,6 +21,20 @@ def reference_convnet3(channels: int, classes: int, padding: int = 1, norm: str 
         normalise = nn.GroupNorm(128, 128) if norm == "instance" else nn.BatchNorm2d(128, momentum=1.0)
         layers += [first, normalise, nn.ReLU(), nn.AvgPool2d(2)]
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(2048, classes))
+
+
+@pytest.mark.parametrize("sides", [(8, 6), (7, 9), (2, 3)])
+@pytest.mark.parametrize("lead", [(2, 3), (2, 3, 4)])
+def test_pooling_is_the_library_s_and_differentiable_twice(lead, sides):
+    x = torch.randn(*lead, *sides, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    found = []
+    for pool in (halved, lambda y: functional.avg_pool2d(y.flatten(0, -4), 2).unflatten(0, lead[:-1])):
+        y = pool(x)
+        (once,) = torch.autograd.grad(y.tanh().sum(), x, create_graph=True)
+        (twice,) = torch.autograd.grad(once.square().sum(), x)
+        found.append((y, once, twice))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
 @pytest.mark.parametrize(("shape", "padding"), [((3, 32, 32), 1), ((1, 28, 28), 3)])

@@ -13,6 +13,7 @@ from m3d.errors import M3DError
 from m3d.nets.flat import Stackable
 from m3d.nets.grouped import conv_each
 from m3d.nets.norms import Affine, BatchNorm, batch_norm
+from m3d.nets.pooling import halved
 from m3d.nets.single import wide
 from m3d.own_kernels import HAS_KERNELS
 from m3d.types import Seen
@@ -63,15 +64,46 @@ class ConvNet(Stackable):
         """What R networks, with parameters ``p`` [R, ...], see in ``images`` [R, n, ch, h, w]; block maps if asked."""
         if self.fused and not maps and images.is_cuda:
             return self._fused(p, images, dtype)
+        if _likes_large_operations(images):
+            seen, last = self._side_by_side(p, images, dtype, maps)
+        else:
+            seen, last = self._one_by_one(p, images, dtype, maps)
+        return self._classify(p, last.flatten(2), tuple(seen))
+
+    def _side_by_side(
+        self, p: Mapping[str, Tensor], images: Tensor, dtype: torch.dtype, maps: bool
+    ) -> tuple[list[Tensor], Tensor]:
+        """The maps of every block, if asked, and the last ones pooled."""
         seen, x = [], images
-        together = maps and len(images) > 1 and _likes_large_operations(images) and self._columns(images) < _COLUMNS
+        together = maps and len(images) > 1 and self._columns(images) < _COLUMNS
         convolve = _convolve_together if together else _convolve
         for k in range(len(self.convs)):
             y = convolve(x, p[f"convs.{k}.weight"], p[f"convs.{k}.bias"], self.paddings[k], dtype)
             y = functional.relu(self._normalise(y, p, k), inplace=True)
-            seen.append(y)
-            x = functional.avg_pool2d(y.flatten(0, 1), 2).unflatten(0, y.shape[:2])
-        return self._classify(p, x.flatten(2), tuple(seen) if maps else ())
+            seen += [y] if maps else []
+            x = halved(y)
+        return seen, x
+
+    def _one_by_one(
+        self, p: Mapping[str, Tensor], images: Tensor, dtype: torch.dtype, maps: bool
+    ) -> tuple[list[Tensor], Tensor]:
+        """The same, one network after the other: its maps stay in a CPU's caches, and are not copied between blocks."""
+        each: list[list[Tensor]] = []
+        last = []
+        split = {name: q.unbind(0) for name, q in p.items()}
+        for r, x in enumerate(images.unbind(0)):
+            own, seen = {name: q[r] for name, q in split.items()}, []
+            for k in range(len(self.convs)):
+                weight, bias = own[f"convs.{k}.weight"].to(dtype), own[f"convs.{k}.bias"].to(dtype)
+                y = wide(functional.conv2d(x.to(dtype), weight, bias, padding=self.paddings[k]))
+                if self.norms:
+                    y = self._normalise_one(y, own[f"norms.{k}.weight"], own[f"norms.{k}.bias"], k)
+                y = functional.relu(y, inplace=True)
+                seen += [y] if maps else []
+                x = halved(y)
+            each.append(seen)
+            last.append(x)
+        return [_stack(list(same)) for same in zip(*each, strict=True)], _stack(last)
 
     def _columns(self, images: Tensor) -> int:
         """Values of the largest matrix that :func:`_convolve_together` makes of ``images`` [R, n, ch, h, w]."""
@@ -83,15 +115,18 @@ class ConvNet(Stackable):
         y = wide(y)
         if not self.norms:
             return y
-        weights = zip(y.unbind(0), p[f"norms.{k}.weight"], p[f"norms.{k}.bias"], strict=True)
         if self.batch_norm:
-            reference = cast(BatchNorm, self.norms[k]).reference
-            return _stack([batch_norm(x, gain, shift, reference) for x, gain, shift in weights])
-        if not _likes_large_operations(y):  # the library's own norm does not fuse with its neighbours
-            return _stack([functional.group_norm(x, x.shape[1], gain, shift) for x, gain, shift in weights])
+            weights = zip(y.unbind(0), p[f"norms.{k}.weight"], p[f"norms.{k}.bias"], strict=True)
+            return _stack([self._normalise_one(x, gain, shift, k) for x, gain, shift in weights])
         var, mean = torch.var_mean(y, dim=(3, 4), keepdim=True, correction=0)
         gain, shift = (p[f"norms.{k}.{name}"][:, None, :, None, None] for name in ("weight", "bias"))
         return (y - mean) * (torch.rsqrt(var + 1e-5) * gain) + shift
+
+    def _normalise_one(self, y: Tensor, gain: Tensor, shift: Tensor, k: int) -> Tensor:
+        """The same for one network, through the library's norms, which do not fuse with their neighbours."""
+        if self.batch_norm:
+            return batch_norm(y, gain, shift, cast(BatchNorm, self.norms[k]).reference)
+        return functional.group_norm(y, y.shape[1], gain, shift)
 
     def _classify(self, p: Mapping[str, Tensor], features: Tensor, maps: tuple[Tensor, ...]) -> Seen:
         weight, bias = p["classifier.weight"], p["classifier.bias"]
