@@ -1,7 +1,8 @@
 """Pieces of a step beside the library's own way of computing them, each recorded as a graph and timed in turns.
 
     python benchmarks/pieces.py                       # on the GPU, a quarter of a minute
-    python benchmarks/pieces.py --device cpu --small  # a check that it runs (Triton's part is left out)
+    python benchmarks/pieces.py --device cpu          # on one thread, minutes (Triton's part is left out)
+    python benchmarks/pieces.py --device cpu --small  # a check that it runs
 
 Sizes are those of CIFAR-10: ten networks trained on 64 images each, ten classes of 128 real and 40 synthetic images.
 Writes results/pieces-DEVICE.json.
@@ -17,11 +18,14 @@ from pathlib import Path
 
 import torch
 from speed import RESULTS, seconds
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
+from m3d.nets import FlatNet, make_net
 from m3d.nets.grouped import conv_each
+from m3d.nets.pooling import halved
 from m3d.own_kernels import HAS_KERNELS
+from m3d.rng import Purpose
 from m3d.runtime import Repeated, Runtime
 
 Ways = dict[str, Callable[[], None]]
@@ -101,6 +105,50 @@ def logits(nets: int, images: int, features: int, classes: int, runtime: Runtime
     return {"library": way(1), **{f"{parts} parts": way(parts) for parts in (4, 8, 16)}}
 
 
+def pooling(side: int, images: int, width: int, runtime: Runtime) -> Ways:
+    """The mean of every 2×2 square, forward and back."""
+    x = torch.randn(images, width, side, side, device=runtime.device, requires_grad=True)
+    direction = torch.randn(images, width, side // 2, side // 2, device=runtime.device)
+
+    def way(pool: Callable[[Tensor], Tensor]) -> Callable[[], None]:
+        def both() -> None:
+            torch.autograd.grad(pool(x), x, direction)
+
+        return both
+
+    return {"library": way(lambda x: functional.avg_pool2d(x, 2)), "ours": way(halved)}
+
+
+def network(width: int, images: int, runtime: Runtime) -> Ways:
+    """A ConvNet-3, its loss and the gradients of weights and images, against the library's layers in a row."""
+    net = FlatNet(make_net(f"convnet3:width={width}", (3, 32, 32), 10), runtime.device)
+    first = torch.zeros(1, dtype=torch.long, device=runtime.device)
+    flat = net.fresh(0, Purpose.ENCODER, first, first).requires_grad_()
+    x = torch.randn(1, images, 3, 32, 32, device=runtime.device, requires_grad=True)
+    blocks = [
+        layer
+        for k in range(3)
+        for layer in (
+            nn.Conv2d(width if k else 3, width, 3, padding=1),
+            nn.GroupNorm(width, width),
+            nn.ReLU(inplace=True),
+            nn.AvgPool2d(2),
+        )
+    ]
+    plain = nn.Sequential(*blocks, nn.Flatten(), nn.Linear(16 * width, 10)).to(runtime.device)
+    weights = list(plain.parameters())
+
+    def library() -> None:
+        loss = plain(x[0]).log_softmax(-1)[:, 0].mean()
+        torch.autograd.grad(loss, (*weights, x))
+
+    def ours() -> None:
+        loss = net(flat, x, runtime.dtype).logits.log_softmax(-1)[..., 0].mean()
+        torch.autograd.grad(loss, (flat, x))
+
+    return {"library": library, "ours": ours}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="auto")
@@ -109,7 +157,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None)
     given = parser.parse_args()
     runtime = Runtime.choose(given.device)
-    device, times = str(runtime.device), 2 if given.small else 200
+    device = str(runtime.device)
+    if device == "cpu":
+        torch.set_num_threads(1)
+    times = 2 if given.small else 200 if runtime.device.type == "cuda" else 10
     nets, images, width, features = (2, 3, 8, 64) if given.small else (10, 64, 128, 2048)
     with runtime.active():
         pieces = {
@@ -117,7 +168,11 @@ def main() -> None:
             "convolution, third block": convolution(8, nets, images, width, runtime),
             "Gram matrix": gram(nets, 168, features, runtime),
             "linear layer": logits(nets, images, features, 10, runtime),
+            "pooling, first block": pooling(32, images, width, runtime),
         }
+        if runtime.device.type == "cpu":  # on a GPU speed.py times whole steps
+            pieces["ConvNet-3, narrow"] = network(width // 4, images, runtime)
+            pieces["ConvNet-3"] = network(width, images, runtime)
         found = {name: timed(ways, times, given.rounds, runtime) for name, ways in pieces.items()}
     for name, ways in found.items():
         print(f"{name:<28}" + "   ".join(f"{way} {us:.1f} us" for way, us in ways.items()))
