@@ -208,7 +208,7 @@ def test_a_stopped_run_goes_on_to_the_same_bits_and_is_evaluated(tmp_path, monke
         tmp_path / "run", data=data, net="convnet1:width=4", protocol="quick", epochs=1, repeats=1, device="cpu"
     )
     assert 0 <= result.mean <= 100
-    assert (result.record["factor"], result.record["cell"], result.record["margin"]) == (1, 9, 1)
+    assert (result.record["factor"], result.record["cell_height"], result.record["margin"]) == (1, 9, 1)
 
 
 def test_pictures_show_cells(tmp_path):

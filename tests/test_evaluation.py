@@ -2,10 +2,12 @@
 
 import dataclasses
 import json
+import re
 import signal
 
 import pytest
 import torch
+from toys import make_dataset
 
 import m3d
 from m3d.errors import Interrupted, M3DError
@@ -51,6 +53,17 @@ def test_it_learns_easy_data_and_a_seed_repeats_it(tiny, condensed):
     assert first.mean > 90
     assert first.last == again.last and first.checks == again.checks
     assert other.record["seed"] == 1
+
+
+@pytest.mark.parametrize(("images", "batch", "told"), [
+    (33, 16, "of 33 images the last batch of an epoch has 1; .* paper:batch=17 makes none"),
+    (132, 64, "of 132 images the last batch of an epoch has 4; .* paper:batch=66 makes none"),  # 65 would leave 2
+    (33, 17, None), (135, 64, None), (30, 15, None), (3, 64, None),
+])  # fmt: skip
+def test_a_last_batch_of_a_few_images_is_told(caplog, images, batch, told):
+    data = make_dataset(3, images // 3)
+    evaluate_whole(data, net="convnet1:width=1", protocol=f"paper:batch={batch},epochs=1", repeats=1, runtime=CPU)
+    assert re.search(told, caplog.text) if told else not caplog.text
 
 
 def test_whole_data_and_splits(tiny):

@@ -47,6 +47,25 @@ def test_a_sweep_on_a_shared_device_says_that_it_took_at_most_so_long(capsys, ti
     assert read(record, "seconds").at_most
 
 
+def test_a_sweep_of_cells_keeps_its_records_names(capsys, tiny_file, tmp_path):
+    """What says how a set is cut and what says which cell of a plan a record is are both called cell."""
+    grid = ["--ipc", 1, "--set", "cell=4,5", "--set", "margin=1", *QUICK, "--out", tmp_path / "sweep"]
+    assert call(capsys, "sweep", tiny_file, "--method", "random", *grid)[0] == 0
+    records = lines(tmp_path / "sweep" / "sweep.jsonl")
+    assert [r["cell"] for r in records] == [
+        "tiny/1/random:cell=4,margin=1/seed0",
+        "tiny/1/random:cell=5,margin=1/seed0",
+    ]
+    assert [(r["cell_height"], r["margin"]) for r in records] == [(4, 1), (5, 1)]
+
+
+def test_what_identifies_a_record_is_not_overwritten(tmp_path):
+    cell = Cell("key", "row", "column")
+    made = Journal(tmp_path / "x.jsonl", "x", Overrides()).add(cell, {"cell": 12, "plan": 3, "accuracy": 1.0})
+    assert (made["cell"], made["plan"], made["accuracy"]) == (cell.key, "x", 1.0)
+    assert Journal(tmp_path / "x.jsonl", "x", Overrides()).of(cell) == made
+
+
 def test_a_sweep_from_nothing_to_a_ranking_and_again(capsys, tiny_file, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     loads = []

@@ -37,7 +37,7 @@ class Journal:
 
         digest = cell_digest(cell, self.overrides)
         identity = {"plan": self.name, "cell": cell.key, "digest": digest, "overrides": self.overrides.given()}
-        whole = {**identity, **record}
+        whole = {**identity, **record, **identity}  # first of all, and not to be overwritten by what was measured
         append_line(self.file, whole)
         self._by_digest[digest] = whole
         return whole
