@@ -256,6 +256,17 @@ def test_a_slip_is_said_before_any_image_is_read(monkeypatch, tmp_path, wrong, m
         m3d.condense(tmp_path, **{"ipc": 1, "method": "m3d", **wrong})
 
 
+def test_fewer_images_are_advised_with_the_settings_they_would_have():
+    """One image per class has sixteen cells by default, two have eight together."""
+    few, more = make_dataset(3, 6, (3, 32, 32)), make_dataset(3, 20, (3, 32, 32))
+    with pytest.raises(M3DError, match="take --factor 1, or noise instead"):
+        m3d.condense(few, 2, "m3d+", device="cpu")
+    with pytest.raises(M3DError, match="take --ipc 1 at most, or --factor 1"):
+        m3d.condense(few, 2, "m3d+", factor=2, device="cpu")
+    with pytest.raises(M3DError, match="take --ipc 5 at most, or --factor 1"):
+        m3d.condense(more, 6, "m3d+", device="cpu")
+
+
 def test_too_few_images_and_what_would_fit():
     data = make_dataset(3, 20, (3, 32, 32))
     for options, told in (

@@ -1,6 +1,7 @@
 """Networks: the published architecture, the flat buffer, and the law of fresh weights."""
 
 import math
+import sys
 
 import pytest
 import torch
@@ -21,6 +22,30 @@ def reference_convnet3(channels: int, classes: int, padding: int = 1, norm: str 
         normalise = nn.GroupNorm(128, 128) if norm == "instance" else nn.BatchNorm2d(128, momentum=1.0)
         layers += [first, normalise, nn.ReLU(), nn.AvgPool2d(2)]
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(2048, classes))
+
+
+@pytest.mark.parametrize("norm", ["instance", "batch", "none"])
+@pytest.mark.parametrize("shape", [(3, 9, 11), (1, 28, 28)])
+@pytest.mark.parametrize("nets", [1, 3])
+@pytest.mark.parametrize("maps", [False, True])
+def test_networks_side_by_side_equal_one_by_one(monkeypatch, norm, shape, nets, maps):
+    """As they are computed on a GPU and on a CPU: what is seen, its gradients and theirs."""
+    net = FlatNet(make_net(f"convnet2:width=4,norm={norm}", shape, 3))
+    flat = net.fresh(0, Purpose.ENCODER, torch.zeros(1, dtype=torch.long), torch.arange(nets))
+    flat = flat.double().requires_grad_()
+    draw = torch.Generator().manual_seed(0)
+    x = torch.rand(nets, 5, *shape, dtype=torch.float64, generator=draw).requires_grad_()
+    found = []
+    for large in (True, False):
+        monkeypatch.setattr(sys.modules["m3d.nets.convnet"], "_likes_large_operations", lambda _, large=large: large)
+        seen = net(flat, x, torch.float64, maps)
+        total = seen.logits.tanh().sum() + sum(m.square().mean() for m in seen.maps)
+        once = torch.autograd.grad(total, (flat, x), create_graph=True)
+        twice = torch.autograd.grad(sum(g.square().sum() for g in once), (flat, x))
+        found.append((seen.features, seen.logits, *seen.maps, *once, *twice))
+    assert len(found[0]) == len(found[1]) == (8 if maps else 6)
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-7, atol=1e-9)
 
 
 @pytest.mark.parametrize("sides", [(8, 6), (7, 9), (2, 3)])

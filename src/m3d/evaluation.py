@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from functools import cache
 from typing import Any
 
 import torch
@@ -292,15 +293,16 @@ class _Settings:
     saver: Saver
 
 
-def _tell_of_a_small_last_batch(images: int, batch: int, protocol: str) -> None:
+@cache  # said once
+def _tell_of_a_small_last_batch(images: int, batch: int) -> None:
     """The published protocols drop no images, and a step on two of them undoes what many others taught."""
     left = images % batch
     if images > batch and 0 < left <= batch // 16:
         even = next(size for size in range(batch, images + 1) if images % size == 0 or images % size > batch // 16)
         log.warning(
-            "of %d images the last batch of an epoch has %d; steps on so few can cost points of accuracy "
-            "(--protocol %s:batch=%d makes none)",
-            images, left, protocol, even,
+            "of %d images the last batch of an epoch has %d; steps on so few can cost points of accuracy, "
+            "--batch %d makes none",
+            images, left, even,
         )  # fmt: skip
 
 
@@ -325,7 +327,7 @@ def _result(
     if repeats < 1:
         raise M3DError(f"repeats={repeats} is not valid; allowed: 1 and more")
     recipe = protocol.recipe.suited(mirror=data.mirror, cutmix=data.cutmix)
-    _tell_of_a_small_last_batch(len(pixels), recipe.batch, protocol.name)
+    _tell_of_a_small_last_batch(len(pixels), recipe.batch)
     device, began = runtime.device, time.perf_counter()
     flat_net = FlatNet(make_net(net, data.shape, data.classes), device)
     test = _images(_split_of(data, split), data, device)

@@ -210,11 +210,16 @@ def prepare(request: Mapping[str, Any], data: Dataset) -> Prepared:
         raise M3DError("eval_every needs held-out data: give a val_fraction between 0 and 1 (--val-fraction 0.1)")
     smallest = int(data.train.count.min())
     task = Task(data.name, data.shape, data.classes, ipc, data.mirror, smallest, data.cutmix)
-    method, options = make_method(request["method"], task, dict(request["options"]))
+    given = dict(request["options"])
+    method, options = make_method(request["method"], task, given)
     if request["precision"] == "auto" and runtime.device.type == "cuda":
         runtime = replace(runtime, precision=method.gpu_precision)
     method.tiles.require(data.shape)
-    _require_images(method, options, data, ipc)
+
+    def tiles_at(fewer: int) -> Tiles:
+        return make_method(request["method"], replace(task, ipc=fewer), given)[0].tiles
+
+    _require_images(method, options, data, ipc, tiles_at)
     for name in ("eval_every", "keep_every"):
         if request.get(name, 0) > method.steps:
             raise M3DError(f"{name}={request[name]} is more than the {method.steps} steps of the run")
@@ -228,21 +233,26 @@ def prepare(request: Mapping[str, Any], data: Dataset) -> Prepared:
     return prepared
 
 
-def _require_images(method: Method, options: Mapping[str, object], data: Dataset, ipc: int) -> None:
+def _require_images(
+    method: Method, options: Mapping[str, object], data: Dataset, ipc: int, tiles_at: Callable[[int], Tiles]
+) -> None:
     """Refuse what has more cells than the smallest class has images to start from, and say what would fit."""
     tiles = method.tiles
     try:
         method.init.require(data, tiles.count(ipc, data.shape))
     except M3DError as error:
-        ways = _with_fewer_cells(tiles, int(data.train.count.min()), ipc, data.shape)
+        ways = _with_fewer_cells(tiles, int(data.train.count.min()), ipc, data.shape, tiles_at)
         if "init" in options:
             ways.append("noise instead (--set init=noise)")
         what = f"{ipc} stored, which hold {counted(tiles.count(ipc, data.shape), 'images')}"
         raise M3DError(f"{error} ({what}); take {', or '.join(ways)}" if ways else f"{error} ({what})") from error
 
 
-def _with_fewer_cells(tiles: Tiles, have: int, ipc: int, shape: tuple[int, int, int]) -> list[str]:
-    """The options that leave no more cells than ``have``, of each kind the one that leaves most."""
+def _with_fewer_cells(
+    tiles: Tiles, have: int, ipc: int, shape: tuple[int, int, int], tiles_at: Callable[[int], Tiles]
+) -> list[str]:
+    """The options that leave no more cells than ``have``, of each kind the one that leaves most; ``tiles_at`` another
+    number of images, for which a method may have other settings."""
 
     def fits(other: Tiles, stored: int = ipc) -> bool:
         try:
@@ -251,7 +261,7 @@ def _with_fewer_cells(tiles: Tiles, have: int, ipc: int, shape: tuple[int, int, 
             return False
         return other.count(stored, shape) <= have
 
-    fewer = (f"--ipc {n} at most" for n in range(ipc, 0, -1) if fits(tiles, n))
+    fewer = (f"--ipc {n} at most" for n in range(ipc - 1, 0, -1) if fits(tiles_at(n), n))
     coloured = ("--set chroma=full" for _ in [0] if tiles.halved and fits(replace(tiles, chroma="full")))
     larger = (f"--factor {f}" for f in range(tiles.factor - 1, 0, -1) if fits(replace(tiles, factor=f)))
     heights = tiles.cells(*shape[1:]) if tiles.cell else []

@@ -115,7 +115,7 @@ class Tiles:
         heights = self.cells(h, w)
         if self.cell not in heights:
             framed = f" and margin={self.margin}" if self.margin else ""
-            allowed = f"{heights[0]} to {heights[-1]}" if heights else "none, the margin leaves nothing"
+            allowed = f"{heights[0]} to {heights[-1]}" if heights else "none, the margin leaves too little"
             raise M3DError(f"cell={self.cell} does not go with images of {h}×{w}{framed}; allowed: {allowed}")
 
     def cells(self, h: int, w: int) -> list[int]:
