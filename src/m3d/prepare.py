@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import torch
@@ -261,12 +260,14 @@ def _with_fewer_cells(
             return False
         return other.count(stored, shape) <= have
 
-    fewer = (f"--ipc {n} at most" for n in range(ipc - 1, 0, -1) if fits(tiles_at(n), n))
-    coloured = ("--set chroma=full" for _ in [0] if tiles.halved and fits(replace(tiles, chroma="full")))
-    larger = (f"--factor {f}" for f in range(tiles.factor - 1, 0, -1) if fits(replace(tiles, factor=f)))
     heights = tiles.cells(*shape[1:]) if tiles.cell else []
-    higher = (f"--set cell={height}" for height in heights if fits(replace(tiles, cell=height)))
-    return [way for ways in (fewer, coloured, larger, higher) for way in islice(ways, 1)]
+    ways = [
+        next((f"--ipc {n} at most" for n in range(ipc - 1, 0, -1) if fits(tiles_at(n), n)), None),
+        "--set chroma=full" if tiles.halved and fits(replace(tiles, chroma="full")) else None,
+        next((f"--factor {f}" for f in range(tiles.factor - 1, 0, -1) if fits(replace(tiles, factor=f))), None),
+        next((f"--set cell={height}" for height in heights if fits(replace(tiles, cell=height))), None),
+    ]
+    return [way for way in ways if way is not None]
 
 
 def _check_judging(judging: Mapping[str, Any], data: Dataset) -> None:

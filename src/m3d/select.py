@@ -75,13 +75,14 @@ class Noise:
 
 
 Features = Literal["network", "pixels"]
+Rule = Callable[[Tensor, int], Tensor]  # (features [n, d], count) -> indices [count], in the order of choice
 
 
 @dataclass(frozen=True)
 class ByFeatures(_Selection):
     """Real images chosen class by class from their features: a trained network's representation, or raw pixels."""
 
-    rule: Callable[[Tensor, int], Tensor]  # (features [n, d], count) -> indices [count], in the order of choice
+    rule: Rule
     features: Features = "network"
     network: str = "convnet3"
     epochs: int = 20

@@ -91,9 +91,10 @@ class Tiles:
         else:
             self._require_factor(h, w)
         if self.halved and not self.fits(shape):
+            rows, columns = self._cell(h, w)
             cut, sides = f"factor={self.factor}", f"sides that {2 * self.factor} divides"
             if self.cell:
-                cut, sides = "cells of {}×{} pixels".format(*self._cell(h, w)), "cells of even sides"
+                cut, sides = f"cells of {rows}×{columns} pixels", "cells of even sides"
             raise M3DError(
                 f"chroma=half does not go with {shape[0]}×{h}×{w} images and {cut}; "
                 f"allowed: three channels, and {sides}"

@@ -15,9 +15,11 @@ its representation is the classifier's input. With one image per class both rule
 
 from __future__ import annotations
 
+from typing import Any
+
 from m3d.method import Method
 from m3d.methods import METHODS, Task
-from m3d.select import ByFeatures, Features, RandomReal, herding, k_center
+from m3d.select import ByFeatures, Features, RandomReal, Rule, herding, k_center
 from m3d.tiles import CellHeight, Chroma, Factor, Margin, Tiles
 
 
@@ -34,9 +36,9 @@ def random(
     return Method(init=RandomReal(), tiles=Tiles(factor, chroma=chroma, cell=cell, margin=margin))
 
 
-@METHODS.register("herding", paper="Welling, ICML 2009", equation="greedy mean matching", cost="one training")
-def herding_coreset(
+def _chosen(
     task: Task,
+    rule: Rule,
     *,
     factor: Factor = 1,
     chroma: Chroma = "full",
@@ -46,23 +48,23 @@ def herding_coreset(
     network: str = "convnet3",
     epochs: int = 20,
 ) -> Method:
+    return Method(
+        init=ByFeatures(rule, features, network, epochs),
+        tiles=Tiles(factor, chroma=chroma, cell=cell, margin=margin),
+    )
+
+
+@METHODS.variant(
+    "herding", of=_chosen, paper="Welling, ICML 2009", equation="greedy mean matching", cost="one training"
+)
+def herding_coreset(task: Task, **options: Any) -> Method:
     """Real images whose running mean stays nearest to the class mean in a trained network's representation."""
-    chosen = ByFeatures(herding, features, network, epochs)
-    return Method(init=chosen, tiles=Tiles(factor, chroma=chroma, cell=cell, margin=margin))
+    return _chosen(task, herding, **options)
 
 
-@METHODS.register("k-center", paper="Sener & Savarese, ICLR 2018", equation="farthest-first cover", cost="one training")
-def k_center_coreset(
-    task: Task,
-    *,
-    factor: Factor = 1,
-    chroma: Chroma = "full",
-    cell: CellHeight = 0,
-    margin: Margin = 0,
-    features: Features = "network",
-    network: str = "convnet3",
-    epochs: int = 20,
-) -> Method:
+@METHODS.variant(
+    "k-center", of=_chosen, paper="Sener & Savarese, ICLR 2018", equation="farthest-first cover", cost="one training"
+)
+def k_center_coreset(task: Task, **options: Any) -> Method:
     """Real images that cover each class: always the farthest from those chosen before."""
-    chosen = ByFeatures(k_center, features, network, epochs)
-    return Method(init=chosen, tiles=Tiles(factor, chroma=chroma, cell=cell, margin=margin))
+    return _chosen(task, k_center, **options)

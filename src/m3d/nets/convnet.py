@@ -80,7 +80,8 @@ class ConvNet(Stackable):
         for k in range(len(self.convs)):
             y = convolve(x, p[f"convs.{k}.weight"], p[f"convs.{k}.bias"], self.paddings[k], dtype)
             y = functional.relu(self._normalise(y, p, k), inplace=True)
-            seen += [y] if maps else []
+            if maps:
+                seen.append(y)
             x = halved(y)
         return seen, x
 
@@ -88,22 +89,26 @@ class ConvNet(Stackable):
         self, p: Mapping[str, Tensor], images: Tensor, dtype: torch.dtype, maps: bool
     ) -> tuple[list[Tensor], Tensor]:
         """The same, one network after the other: its maps stay in a CPU's caches, and are not copied between blocks."""
-        each: list[list[Tensor]] = []
-        last = []
         split = {name: q.unbind(0) for name, q in p.items()}
-        for r, x in enumerate(images.unbind(0)):
-            own, seen = {name: q[r] for name, q in split.items()}, []
-            for k in range(len(self.convs)):
-                weight, bias = own[f"convs.{k}.weight"].to(dtype), own[f"convs.{k}.bias"].to(dtype)
-                y = wide(functional.conv2d(x.to(dtype), weight, bias, padding=self.paddings[k]))
-                if self.norms:
-                    y = self._normalise_one(y, own[f"norms.{k}.weight"], own[f"norms.{k}.bias"], k)
-                y = functional.relu(y, inplace=True)
-                seen += [y] if maps else []
-                x = halved(y)
-            each.append(seen)
-            last.append(x)
-        return [_stack(list(same)) for same in zip(*each, strict=True)], _stack(last)
+        each = [
+            self._one({name: q[r] for name, q in split.items()}, x, dtype, maps) for r, x in enumerate(images.unbind(0))
+        ]
+        seen, last = zip(*each, strict=True)
+        return [_stack(list(same)) for same in zip(*seen, strict=True)], _stack(list(last))
+
+    def _one(self, p: Mapping[str, Tensor], x: Tensor, dtype: torch.dtype, maps: bool) -> tuple[list[Tensor], Tensor]:
+        """The same for one network's parameters and images."""
+        seen = []
+        for k in range(len(self.convs)):
+            weight, bias = p[f"convs.{k}.weight"].to(dtype), p[f"convs.{k}.bias"].to(dtype)
+            y = wide(functional.conv2d(x.to(dtype), weight, bias, padding=self.paddings[k]))
+            if self.norms:
+                y = self._normalise_one(y, p[f"norms.{k}.weight"], p[f"norms.{k}.bias"], k)
+            y = functional.relu(y, inplace=True)
+            if maps:
+                seen.append(y)
+            x = halved(y)
+        return seen, x
 
     def _columns(self, images: Tensor) -> int:
         """Values of the largest matrix that :func:`_convolve_together` makes of ``images`` [R, n, ch, h, w]."""
