@@ -147,6 +147,7 @@ def test_gradients_reach_every_number_that_is_used_and_no_other():
         ),  # 8 wide
         (lambda: Tiles(1, cell=4, margin=8), (1, 16, 16), r"allowed: none, the margin leaves too little$"),
         (lambda: Tiles(2, margin=9), (1, 32, 32), r"margin=9 leaves less .* than the 16×16 .*; allowed: 0 to 8$"),
+        (lambda: Tiles(2, margin=7), (1, 32, 24), r"margin=7 leaves less .* than the 16×12 .*; allowed: 0 to 6$"),
         (lambda: Tiles(1, margin=1), (1, 8, 8), r"margin=1 leaves .*; allowed: 0; a larger factor, or a cell, makes"),
         (
             lambda: Tiles(1, "nearest", "bilinear", "half", 10),

@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from m3d.errors import M3DError
+from m3d.methods import Task, make_method
 from m3d.runtime import Runtime
-from m3d.select import INITS, herding, k_center, k_means, make_init
+from m3d.select import INITS, ByFeatures, herding, k_center, k_means, make_init
+from m3d.tiles import Tiles
 from m3d.trained import cache_folder, default_recipe, representations, trained_networks
 
 CPU = Runtime.choose("cpu")
@@ -126,3 +128,11 @@ def test_training_learns(tiny, monkeypatch, tmp_path):
     trained_networks(tiny, NET, default_recipe(40), 1, 0, CPU)
     _, state = read_checked(next(tmp_path.iterdir()))
     assert state["training_accuracy"][0] > 90
+
+
+@pytest.mark.parametrize(("name", "rule"), [("herding", herding), ("k-center", k_center)])
+def test_a_coreset_chooses_by_its_own_rule_and_takes_all_options(name, rule):
+    options = {"factor": 2, "chroma": "half", "margin": 1, "features": "pixels", "epochs": 3}
+    made, _ = make_method(name, Task("photos", (3, 16, 16), 3, 2), options)
+    assert made.init == ByFeatures(rule, "pixels", "convnet3", 3)
+    assert made.tiles == Tiles(2, chroma="half", margin=1)
