@@ -59,6 +59,8 @@ def _own_layout(task: Task) -> _Layout | None:
     """What a search on held-out images of the data gave, if there was one."""
     if task.data == "mnist":  # its digits stand in a black frame
         return _Layout(1, 10, 2) if task.ipc < 10 else _Layout(1, 12, 4)
+    if task.data == "fashion-mnist" and task.ipc >= 10:
+        return _Layout(1, 20)
     return None
 
 

@@ -22,7 +22,7 @@ from m3d.own_kernels import HAS_KERNELS
 # Whether narrow, 1×1 and strided convolutions in half precision on a GPU go through kernels of ours. They agree with
 # the library in Triton's interpreter and compile for Hopper, but no GPU has run them yet; benchmarks/networks.py times
 # both.
-NARROW_KERNELS = False
+NARROW_KERNELS = True
 _WIDE = 64  # channels of a network, in multiples of which cuDNN's grouped convolution is the faster one
 _HALF = (torch.bfloat16, torch.float16)
 _PLAIN = (1, 1)  # a stride or dilation that changes nothing
