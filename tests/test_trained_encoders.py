@@ -114,9 +114,6 @@ def test_published_settings_and_defaults():
     assert make_method("ncfm", small, {"turns": 1})[0].matching.player == AdamW(0.001)
     for ipc, lr in ((1, 0.01), (50, 0.5)):
         assert make_method("dance", Task("any", (3, 32, 32), 10, ipc), {})[0].matching.player.lr == pytest.approx(lr)
-    for ipc, tiles in ((1, Tiles(2, upsample="bicubic")), (10, Tiles(1)), (50, Tiles(1))):  # as M3D's there
-        grey = make_method("m3d+", Task("fashion-mnist", (1, 28, 28), 10, ipc), {})[0]
-        assert grey.tiles == tiles and str(grey.matching.augment) == "color+crop"
     factors = {(1, 1): 2, (1, 10): 2, (3, 1): 4, (3, 10): 2}  # by channels and IPC: only colours stand sixteen cells
     for (channels, ipc), factor in factors.items():
         assert make_method("m3d+", Task("any", (channels, 32, 32), 10, ipc), {})[0].tiles.factor == factor
@@ -125,6 +122,29 @@ def test_published_settings_and_defaults():
     assert ncfm.matching.objective.scale == 300 and ncfm.matching.objective.climber is None
     learned = make_method("ncfm", small, {"sampler": "learned", "lr_sampler": 0.5})[0]
     assert learned.matching.objective.climber == AdamW(0.5, ascent=True)
+
+
+def test_how_m3d_plus_cuts_up_grey_images():
+    """As was found for the data, but only where nothing of it is given and the images have that size."""
+
+    def cut(data, ipc, side=28, **options):
+        method, record = make_method("m3d+", Task(data, (1, side, side), 10, ipc), options)
+        tiles = method.tiles
+        assert (record["factor"], record["cell"], record["margin"]) == (tiles.factor, tiles.cell, tiles.margin)
+        return tiles, str(method.matching.augment)
+
+    plain, garments = "color+crop+cutout", "color+crop"
+    assert cut("mnist", 1) == (Tiles(1, cell=10, margin=2), plain)
+    for ipc in (10, 50):
+        assert cut("mnist", ipc) == (Tiles(1, cell=12, margin=4), plain)
+        assert cut("fashion-mnist", ipc) == (Tiles(1, cell=20), garments)
+    assert cut("fashion-mnist", 1) == (Tiles(2, upsample="bicubic"), garments)
+    assert cut("mnist", 10, upsample="cosine") == (Tiles(1, cell=12, margin=4, upsample="cosine"), plain)
+    for given in ({"factor": 2}, {"cell": 0}, {"margin": 0}):
+        assert cut("mnist", 10, **given) == (Tiles(2), plain)
+    assert cut("mnist", 10, margin=2) == (Tiles(2, margin=2), plain)
+    assert cut("fashion-mnist", 10, factor=1) == cut("fashion-mnist", 10, cell=0) == (Tiles(1), garments)
+    assert cut("mnist", 10, side=8) == (Tiles(1), plain) and cut("mnist", 10, side=32) == (Tiles(2), plain)
 
 
 def test_options_of_m3d_plus_reach_the_record():

@@ -214,12 +214,17 @@ def test_recorded_training_equals_the_cpu(mode):
     ["resnet10:width=32,norm=batch", "densenet121:growth=12,norm=batch", "resnetap10:width=16", "vgg11", "alexnet"],
 )
 def test_networks_side_by_side_are_as_exact_as_one_by_one(monkeypatch, spec, precision, kernels):
-    """What is seen and its gradient, in each precision: not further from float64 than half as much again."""
+    """What is seen and its gradient, in each precision: not further from float64 than half as much again.
+
+    The median of five networks: rounding that carries one activation over a kink changes a network's whole gradient by
+    a thousandth and more, in whichever way it is computed; on a CPU that befell one network in five in float32.
+    """
     monkeypatch.setattr(grouped, "NARROW_KERNELS", kernels)
+    nets = 5
     runtime, net = Runtime.choose("cuda", precision), FlatNet(make_net(spec, (3, 32, 32), 10), "cuda")
     zero = torch.zeros(1, dtype=torch.long, device="cuda")
-    flat = net.fresh(0, rng.Purpose.ENCODER, zero, torch.arange(3, device="cuda"))
-    x = torch.rand(3, 16, 3, 32, 32, device="cuda")
+    flat = net.fresh(0, rng.Purpose.ENCODER, zero, torch.arange(nets, device="cuda"))
+    x = torch.rand(nets, 16, 3, 32, 32, generator=torch.Generator().manual_seed(0)).cuda()
     found = []
     for way, dtype in ((Single.stacked, torch.float64), (Single.stacked, runtime.dtype), (None, runtime.dtype)):
         kind = torch.float64 if dtype == torch.float64 else torch.float32
@@ -229,8 +234,12 @@ def test_networks_side_by_side_are_as_exact_as_one_by_one(monkeypatch, spec, pre
             logits = way(net.net, net.unflatten(rows), images, dtype).logits
             (gradient,) = torch.autograd.grad(logits.log_softmax(-1)[..., 0].sum(), rows)
         found.append((logits.detach().double(), gradient.double()))
+
+    def error(values, exact):
+        return ((values - exact).flatten(1).norm(dim=1) / exact.flatten(1).norm(dim=1)).median()
+
     for exact, apart, ours in zip(*found, strict=True):
-        assert (ours - exact).norm() < 1.5 * (apart - exact).norm() + 1e-6 * exact.norm()
+        assert error(ours, exact) < 1.5 * error(apart, exact) + 1e-6
 
 
 def test_photographs_augmentation_is_the_same_and_can_be_recorded():

@@ -96,7 +96,12 @@ def test_estimates_know_how_many_cells_there_are():
     from m3d.reproduce.cost import decoded
 
     for data, ipc, options in (
+        ("mnist", 1, {}),
+        ("mnist", 50, {}),
         ("mnist", 10, {"cell": 10}),
+        ("mnist", 10, {"margin": 2}),
+        ("fashion-mnist", 10, {}),
+        ("fashion-mnist", 10, {"factor": 2}),
         ("cifar10", 10, {"cell": 20}),
         ("cifar10", 1, {"cell": 11}),
         ("cifar10", 50, {"cell": 16, "chroma": "full"}),

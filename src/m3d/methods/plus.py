@@ -47,23 +47,6 @@ class _Found(NamedTuple):
 _ONE_IMAGE, _MORE_IMAGES = _Found(4, 0.03), _Found(2, 0.01)
 
 
-class _Layout(NamedTuple):
-    """How stored images are cut up."""
-
-    factor: int
-    cell: int = 0
-    margin: int = 0
-
-
-def _own_layout(task: Task) -> _Layout | None:
-    """What a search on held-out images of the data gave, if there was one."""
-    if task.data == "mnist":  # its digits stand in a black frame
-        return _Layout(1, 10, 2) if task.ipc < 10 else _Layout(1, 12, 4)
-    if task.data == "fashion-mnist" and task.ipc >= 10:
-        return _Layout(1, 20)
-    return None
-
-
 @METHODS.register("m3d+", paper="this project", equation="M3D's Eq. 9 + cross-entropy, trained encoders", cost="low")
 def plus(
     task: Task,
@@ -107,8 +90,8 @@ def plus(
     loss: Objective[Seen] = LayersMMD(chosen, layers, layer_weight) if layers else MMD(chosen)
     encoder_batch = default_batch(task.shape) if encoder_batch is None else encoder_batch
     own = own_settings(task)
-    layout = _layout(task, found, factor, cell, margin)
-    tiles = Tiles(upsample=own.upsample if upsample is None else upsample, **layout._asdict())
+    tiles = _tiles(task, found, factor, cell, margin)
+    tiles = replace(tiles, upsample=own.upsample if upsample is None else upsample)
     tiles = replace(tiles, chroma=_chroma(task, tiles) if chroma is None else chroma)
     augment = own.augment if augment is None else augment
     recipe = encoder_recipe(encoder_epochs, encoder_batch, encoder_lr)
@@ -130,7 +113,9 @@ def plus(
         ),
         settled={
             "lr": lr,
-            **layout._asdict(),
+            "factor": tiles.factor,
+            "cell": tiles.cell,
+            "margin": tiles.margin,
             "upsample": tiles.upsample,
             "chroma": tiles.chroma,
             "ce_weight": ce_weight,
@@ -140,13 +125,22 @@ def plus(
     )
 
 
-def _layout(task: Task, found: _Found, factor: int | None, cell: int | None, margin: int | None) -> _Layout:
-    """As given; what the data were found to want only where nothing of it is."""
-    if factor is cell is margin is None and (own := _own_layout(task)):
+def _tiles(task: Task, found: _Found, factor: int | None, cell: int | None, margin: int | None) -> Tiles:
+    """Cut up as was asked for; only where nothing of it was, as was found for the data."""
+    if factor is cell is margin is None and (own := _own_tiles(task)):
         return own
     if factor is None:
         factor = 1 if cell else _factor(task, found)
-    return _Layout(factor, cell or 0, margin or 0)
+    return Tiles(factor, cell=cell or 0, margin=margin or 0)
+
+
+def _own_tiles(task: Task) -> Tiles | None:
+    """Of the two grey data sets whose cells were searched for; the rest have a factor."""
+    if task.shape != (1, 28, 28):
+        return None
+    if task.data == "mnist":
+        return Tiles(1, cell=10, margin=2) if task.ipc < 10 else Tiles(1, cell=12, margin=4)
+    return Tiles(1, cell=20) if task.data == "fashion-mnist" and task.ipc >= 10 else None
 
 
 def _factor(task: Task, found: _Found) -> int:

@@ -4,9 +4,9 @@ A grouped convolution of the library is fast forward and for the weights' gradie
 network by network, cutting its channels out and putting them back: a third of the time of training ten networks
 (LAB.md). The images' gradient of a convolution that keeps the size is itself such a convolution, of the incoming
 gradient with the weights turned by 180° and their channels exchanged, so it is computed as one; where the convolution
-has a stride, the incoming gradient is first spread out, with zeros between. For narrow, 1×1 and strided convolutions
-there are kernels of ours too (``m3d.nets.fused_conv``), which are off until a GPU has timed them. Kernels are odd and
-padded by their half. Activations are [n, h, w, R·c].
+has a stride, the incoming gradient is first spread out, with zeros between. Narrow, 1×1 and strided convolutions in
+half precision go through kernels of ours on a GPU (``m3d.nets.fused_conv``). Kernels are odd and padded by their half.
+Activations are [n, h, w, R·c].
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from torch.nn import functional
 
 from m3d.own_kernels import HAS_KERNELS
 
-# Whether narrow, 1×1 and strided convolutions in half precision on a GPU go through kernels of ours. They agree with
-# the library in Triton's interpreter and compile for Hopper, but no GPU has run them yet; benchmarks/networks.py times
-# both.
+# Whether narrow, 1×1 and strided convolutions in half precision on a GPU go through kernels of ours: off only to
+# compare (benchmarks/networks.py). With them a step of ten DenseNet-121 took 185 ms instead of 308 (LAB.md).
 NARROW_KERNELS = True
 _WIDE = 64  # channels of a network, in multiples of which cuDNN's grouped convolution is the faster one
 _HALF = (torch.bfloat16, torch.float16)

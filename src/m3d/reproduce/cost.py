@@ -57,6 +57,8 @@ _TRAINED_SECONDS = {"mtt": 6.0e-6}  # of an image in such an epoch: one augmenta
 _TRAINED_OTHERS = 1.6e-6
 _TRAINED_BYTES = 2.7 * 2**30  # of five networks that see 512 images each
 
+_PLUS_CELLS = {"mnist": (10, 12), "fashion-mnist": (0, 20)}  # of M3D+, with fewer than ten images per class and more
+
 _REAL_BYTES, _SYNTHETIC_BYTES = 0.12 * 2**20, 0.43 * 2**20  # of an image in a step
 # Of other steps in units of M3D's for as many images: what is differentiated twice or asked beside keeps its maps too.
 _MEMORY = {
@@ -183,7 +185,7 @@ def evaluating(cell: Cell, overrides: Overrides) -> Estimate:
 def decoded(source: Source) -> int:
     """Images of a class that networks are trained on."""
     channels, side, _ = FACTS[source.data].shape
-    l, cell = factor(source), int(dict(source.options).get("cell") or 0)
+    l, cell = factor(source), _cell(source)
     fits = cell % 2 == 0 if cell else l > 1 and side % (2 * l) == 0
     own = "half" if source.method == "m3d+" and channels == 3 and fits else "full"
     halved = dict(source.options).get("chroma", own) == "half"
@@ -195,7 +197,7 @@ def factor(source: Source) -> int:
     given = dict(source.options).get("factor")
     if given is not None:
         return int(given)
-    if dict(source.options).get("cell"):
+    if _cell(source):
         return 1
     if source.method not in ("m3d", "m3d+", "dance", "ncfm", "dsdm", "idc", "idm"):
         return 1
@@ -205,6 +207,15 @@ def factor(source: Source) -> int:
         return 1 if source.ipc >= 10 else 2
     coloured = FACTS[source.data].shape[0] > 1
     return 4 if (source.method, source.ipc) == ("m3d+", 1) and coloured else 2
+
+
+def _cell(source: Source) -> int:
+    """The height of cells that have a size of their own: the set's, else its method's; 0: it has a factor."""
+    given = dict(source.options)
+    if source.method != "m3d+" or not given.keys().isdisjoint(("cell", "factor", "margin")):
+        return int(given.get("cell") or 0)
+    few, more = _PLUS_CELLS.get(source.data, (0, 0))
+    return few if source.ipc < 10 else more
 
 
 def _size(facts: Facts) -> float:
