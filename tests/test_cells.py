@@ -117,8 +117,8 @@ def test_halved_colours_double_them(cell):
     if cell == 4:  # as many as a factor of 2 makes, only laid out otherwise
         mosaic = Tiles(2, chroma="half")
         square = some(1, 3, 3, 8, 8)
-        cells = mosaic._cut(square)
-        torch.testing.assert_close(tiles.decode(tiles._joined(cells, 8, 8)), mosaic.decode(square))
+        cells = mosaic.layout.cut(square)
+        torch.testing.assert_close(tiles.decode(tiles.layout.joined(cells, 8, 8)), mosaic.decode(square))
 
 
 def test_gradients_reach_every_number_that_is_used_and_no_other():
@@ -215,7 +215,7 @@ def test_a_stopped_run_goes_on_to_the_same_bits_and_is_evaluated(tmp_path, monke
 def test_pictures_show_cells(tmp_path):
     made = m3d.condense(make_dataset(3, 24, (3, 16, 16)), 2, "random", cell=10, device="cpu")
     assert made.pictures().shape == (3, 5, 3, 10, 10)
-    torch.testing.assert_close(made.pictures(), Tiles(1, cell=10)._cut(made.images.unflatten(0, (3, 2))))
+    torch.testing.assert_close(made.pictures(), Tiles(1, cell=10).layout.cut(made.images.unflatten(0, (3, 2))))
     axes = grid(made).axes[0]
     assert "cells of 10 pixels" in axes.get_title("left").replace("\n", " ")
     assert picture(made)["rows"] == 2 and picture(made)["columns"] == 3

@@ -260,7 +260,7 @@ def _with_fewer_cells(
             return False
         return other.count(stored, shape) <= have
 
-    heights = tiles.cells(*shape[1:]) if tiles.cell else []
+    heights = range(1, shape[1] + 1) if tiles.cell else ()
     ways = [
         next((f"--ipc {n} at most" for n in range(ipc - 1, 0, -1) if fits(tiles_at(n), n)), None),
         "--set chroma=full" if tiles.halved and fits(replace(tiles, chroma="full")) else None,
