@@ -16,9 +16,12 @@ from m3d.condensed import CELLS_FORMAT, CondensedSet
 from m3d.errors import Interrupted, M3DError
 from m3d.files import read_tensors, to_safetensors
 from m3d.methods import Task, make_method
+from m3d.nets import FlatNet, make_net
 from m3d.normalise import Normalise
 from m3d.pictures import grid
 from m3d.reproduce.measures import picture
+from m3d.runtime import Runtime
+from m3d.step import Step
 from m3d.synth import Synthetic
 from m3d.tiles import Tiles
 from m3d.upsamplers import bilinear_matrix
@@ -210,6 +213,29 @@ def test_a_stopped_run_goes_on_to_the_same_bits_and_is_evaluated(tmp_path, monke
     )
     assert 0 <= result.mean <= 100
     assert (result.record["factor"], result.record["cell_height"], result.record["margin"]) == (1, 9, 1)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"cell": 10, "margin": 1}, {"cell": 10, "chroma": "half", "upsample": "cosine"}, {"factor": 2, "margin": 2}],
+)
+def test_a_step_with_them_compiles_without_breaks(options):
+    """And gives what it gives uncompiled, gradients of the stored pixels included."""
+    torch._dynamo.reset()
+    data, cpu = make_dataset(3, 24, (3, 16, 16)), Runtime.choose("cpu")
+    method = make_method("m3d", Task("any", data.shape, 3, 2), {"batch_real": 4, **options})[0]
+    pixels = method.tiles.encode(method.init(data, method.tiles.count(2, data.shape), 0, cpu))
+    step = Step(method, data, FlatNet(make_net("convnet2:width=4", data.shape, 3)), pixels, 0, cpu)
+    step.refill(0)
+    step.pool.draw(0)
+    step.objective.draw(step.number)
+    compiled = torch.compile(step.loss, backend="aot_eager", fullgraph=True, dynamic=False)
+    found = []
+    for loss in (step.loss, compiled):
+        value = loss(step.lanes, step.real_index[0], step.syn_index[0], step.augmentation[0])
+        found.append((value, *torch.autograd.grad(value.sum(), step.learned)))
+    assert float(found[0][1].abs().sum()) > 0
+    torch.testing.assert_close(found[1], found[0], atol=1e-5, rtol=1e-4)
 
 
 def test_pictures_show_cells(tmp_path):
