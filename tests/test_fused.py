@@ -7,6 +7,8 @@ from toys import make_dataset
 
 pytest.importorskip("triton", reason="Triton is not installed (the dev extra has it)")
 
+import triton
+
 from m3d.augment import UNIFORMS, Augment, Parameters
 from m3d.engine import condense
 from m3d.fused_augment import augment
@@ -31,6 +33,27 @@ def whole_float32():
     """The library's convolutions, which ours are compared with, would round to TF32 on a GPU."""
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         yield
+
+
+@triton.jit
+def _count(out, n):
+    total = 0
+    for _ in range(n):
+        total += 1
+    triton.language.store(out, total)
+
+
+@pytest.fixture
+def loops():
+    """Triton 3.6's interpreter cannot loop to a bound that is no constant where NumPy is 2.4 or later."""
+    out = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    try:
+        _count[(1,)](out, 3)
+    except Exception as error:
+        if "only 0-dimensional arrays" not in str(error):
+            raise
+        pytest.skip(f"Triton {triton.__version__}'s interpreter does not loop under this NumPy: {error}")
+    assert int(out) == 3
 
 
 def tensor(*shape, seed=0, scale=1.0, offset=0.0):
@@ -98,7 +121,7 @@ def test_every_networks_own_convolution(nets, n, inputs, outputs, h, w, kernel, 
 
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize(("kernel", "inputs", "outputs"), [(3, 3, 6), (3, 20, 70), (1, 70, 12), (5, 4, 16), (1, 2, 1)])
-def test_narrow_convolutions(kernel, inputs, outputs, stride):
+def test_narrow_convolutions(loops, kernel, inputs, outputs, stride):
     """Tiles that are not full, channels of every alignment, several parts of the pixels: value and both gradients."""
     x, weight = tensor(3, 7, 9, 2 * inputs), tensor(2, outputs, inputs, kernel, kernel, seed=1)
     images, how = x.unflatten(3, (2, inputs)), {"stride": stride, "padding": kernel // 2}
@@ -115,10 +138,10 @@ def test_narrow_convolutions(kernel, inputs, outputs, stride):
 
 
 @pytest.mark.parametrize("spec", ["resnet10:width=4,norm=batch", "resnetap10:width=4"])
-def test_networks_through_the_kernels_of_narrow_convolutions(monkeypatch, spec):
+def test_networks_through_the_kernels_of_narrow_convolutions(loops, monkeypatch, spec):
     """Side by side with every convolution through them, against one by one through the library."""
     calls = []
-    monkeypatch.setattr(grouped, "_ours", lambda x, weight, stride: not calls.append(stride))
+    monkeypatch.setattr(grouped, "_ours", lambda x, weight: not calls.append(weight.shape[1:]))
     net = FlatNet(make_net(spec, (3, 16, 16), 4), DEVICE)
     zero = torch.zeros(1, dtype=torch.long, device=DEVICE)
     flat = net.fresh(0, Purpose.ENCODER, zero, torch.arange(2, device=DEVICE)).requires_grad_()
@@ -126,7 +149,7 @@ def test_networks_through_the_kernels_of_narrow_convolutions(monkeypatch, spec):
     ways = (Single.stacked, type(net.net).side_by_side)
     plain, ours = (way(net.net, net.unflatten(flat), x, torch.float32).logits for way in ways)
     agree(ours, plain, (flat, x), tolerance=1e-3)
-    assert len(calls) > 20 and set(calls) <= {1, 2}
+    assert len(calls) > 20
 
 
 @pytest.mark.parametrize(

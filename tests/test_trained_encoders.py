@@ -127,24 +127,27 @@ def test_published_settings_and_defaults():
 def test_how_m3d_plus_cuts_up_grey_images():
     """As was found for the data, but only where nothing of it is given and the images have that size."""
 
-    def cut(data, ipc, side=28, **options):
-        method, record = make_method("m3d+", Task(data, (1, side, side), 10, ipc), options)
+    def cut(data, ipc, side=28, smallest=None, **options):
+        method, record = make_method("m3d+", Task(data, (1, side, side), 10, ipc, smallest=smallest), options)
         tiles = method.tiles
         assert (record["factor"], record["cell"], record["margin"]) == (tiles.factor, tiles.cell, tiles.margin)
         return tiles, str(method.matching.augment)
 
     plain, garments = "color+crop+cutout", "color+crop"
-    assert cut("mnist", 1) == (Tiles(1, cell=10, margin=2), plain)
+    for ipc in (1, 9):
+        assert cut("mnist", ipc) == (Tiles(1, cell=10, margin=2), plain)
+        assert cut("fashion-mnist", ipc) == (Tiles(2, upsample="bicubic"), garments)
     for ipc in (10, 50):
         assert cut("mnist", ipc) == (Tiles(1, cell=12, margin=4), plain)
         assert cut("fashion-mnist", ipc) == (Tiles(1, cell=20), garments)
-    assert cut("fashion-mnist", 1) == (Tiles(2, upsample="bicubic"), garments)
     assert cut("mnist", 10, upsample="cosine") == (Tiles(1, cell=12, margin=4, upsample="cosine"), plain)
     for given in ({"factor": 2}, {"cell": 0}, {"margin": 0}):
         assert cut("mnist", 10, **given) == (Tiles(2), plain)
     assert cut("mnist", 10, margin=2) == (Tiles(2, margin=2), plain)
     assert cut("fashion-mnist", 10, factor=1) == cut("fashion-mnist", 10, cell=0) == (Tiles(1), garments)
     assert cut("mnist", 10, side=8) == (Tiles(1), plain) and cut("mnist", 10, side=32) == (Tiles(2), plain)
+    assert cut("mnist", 10, smallest=54) == cut("mnist", 10)  # as many real images to start from as there are cells
+    assert cut("mnist", 10, smallest=53) == (Tiles(2), plain)
 
 
 def test_options_of_m3d_plus_reach_the_record():

@@ -2,7 +2,8 @@
 
 Both answer the same questions of images of h×w pixels: how large a small image (``cell``) is, how many there are, where
 each lies (``cut``, and ``joined`` back), how they are drawn (``shown``), whether such images can be cut up so at all
-(``require``), and whether their colours can be stored at half the resolution (``halves``).
+(``require``), and whether their colours can be stored at half the resolution (``halves``; ``halves_wanted`` says what
+that takes, and ``in_words`` how images are cut up).
 """
 
 from __future__ import annotations
@@ -45,9 +46,11 @@ class Mosaic:
     def halves(self, h: int, w: int) -> bool:
         return not h % (2 * self.factor) and not w % (2 * self.factor)
 
-    def in_words(self, h: int, w: int) -> tuple[str, str]:
-        """How images are cut up, and what halved colours ask of them."""
-        return f"factor={self.factor}", f"sides that {2 * self.factor} divides"
+    def halves_wanted(self) -> str:
+        return f"sides that {2 * self.factor} divides"
+
+    def in_words(self, h: int, w: int) -> str:
+        return f"factor={self.factor}"
 
     def cut(self, stored: Tensor) -> Tensor:
         """[..., n, ch, h, w] → [..., P, ch, cell_h, cell_w], cells of one image after the other."""
@@ -98,10 +101,12 @@ class Packed:
         rows, columns = self.cell(h, w)
         return not rows % 2 and not columns % 2
 
-    def in_words(self, h: int, w: int) -> tuple[str, str]:
-        """How images are cut up, and what halved colours ask of them."""
+    def halves_wanted(self) -> str:
+        return "cells of even sides"
+
+    def in_words(self, h: int, w: int) -> str:
         rows, columns = self.cell(h, w)
-        return f"cells of {rows}×{columns} pixels", "cells of even sides"
+        return f"cells of {rows}×{columns} pixels"
 
     def cut(self, stored: Tensor) -> Tensor:
         """[..., n, ch, h, w] → [..., P, ch, cell_h, cell_w]."""

@@ -37,7 +37,8 @@ MEANINGS = {
     "batch_syn": "synthetic images per inner step; auto: the published number, or all of them",
     "batch_syn_max": "decoded synthetic images per class and step, at most",
     "bounded": "bring pixels back into [0, 1] after each step",
-    "cell": "height in pixels of a mini-image, as many of which as fit into a class's stored numbers; 0: by the factor",
+    "cell": "height in pixels of a mini-image, as many of which as fit into a class's stored numbers; 0: by the "
+    "factor; auto: 0, but on MNIST and Fashion-MNIST what was found there, where neither factor nor margin is given",
     "ce_ramp": "part of the steps over which the cross-entropy's weight rises from 0; 0: it is there from the first on",
     "ce_weight": "weight of the cross-entropy of synthetic images; in idm it is times a network's accuracy in percent",
     "chroma": "colours at full resolution, or at half beside luminance, which makes room for twice the images",
@@ -73,7 +74,7 @@ MEANINGS = {
     "lr_lr": "learning rate of the inner learning rate",
     "lr_sampler": "learning rate of what learns the frequencies",
     "lr_teacher": "inner learning rate to begin with",
-    "margin": "width in pixels of a black frame around every mini-image, for data whose images have one",
+    "margin": "width in pixels of a black frame around every mini-image, for data whose images have one; auto: as cell",
     "max_start": "epochs of an expert's training that a stretch may begin with",
     "mix_high": "largest share of its initial weights that an encoder is drawn with",
     "mix_low": "smallest share of its initial weights that an encoder is drawn with; the rest are its trained ones",

@@ -81,8 +81,7 @@ class Tiles:
         h, w = shape[1:]
         self.layout.require(h, w, self.margin)
         if self.halved and not self.fits(shape):
-            cut, wanted = self.layout.in_words(h, w)
-            what = f"{shape[0]}×{h}×{w} images and {cut}"
+            what, wanted = f"{shape[0]}×{h}×{w} images and {self.layout.in_words(h, w)}", self.layout.halves_wanted()
             raise M3DError(f"chroma=half does not go with {what}; allowed: three channels, and {wanted}")
 
     def fits(self, shape: tuple[int, int, int]) -> bool:

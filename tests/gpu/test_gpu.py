@@ -216,8 +216,9 @@ def test_recorded_training_equals_the_cpu(mode):
 def test_networks_side_by_side_are_as_exact_as_one_by_one(monkeypatch, spec, precision, kernels):
     """What is seen and its gradient, in each precision: not further from float64 than half as much again.
 
-    The median of five networks: rounding that carries one activation over a kink changes a network's whole gradient by
-    a thousandth and more, in whichever way it is computed; on a CPU that befell one network in five in float32.
+    So the median of five networks; the worst is only held against what no rounding does. Rounding that carries one
+    activation over a kink changes a network's whole gradient, in whichever way it is computed: on a CPU in float32 that
+    of 53 networks of 240 by more than a ten-thousandth, of the worst by a thirteenth.
     """
     monkeypatch.setattr(grouped, "NARROW_KERNELS", kernels)
     nets = 5
@@ -235,11 +236,12 @@ def test_networks_side_by_side_are_as_exact_as_one_by_one(monkeypatch, spec, pre
             (gradient,) = torch.autograd.grad(logits.log_softmax(-1)[..., 0].sum(), rows)
         found.append((logits.detach().double(), gradient.double()))
 
-    def error(values, exact):
-        return ((values - exact).flatten(1).norm(dim=1) / exact.flatten(1).norm(dim=1)).median()
+    def errors(values, exact):
+        return (values - exact).flatten(1).norm(dim=1) / exact.flatten(1).norm(dim=1)
 
-    for exact, apart, ours in zip(*found, strict=True):
-        assert error(ours, exact) < 1.5 * error(apart, exact) + 1e-6
+    for exact, *others in zip(*found, strict=True):
+        apart, ours = (errors(values, exact) for values in others)
+        assert ours.median() < 1.5 * apart.median() + 1e-6 and ours.max() < 2 * apart.max() + 0.2
 
 
 def test_photographs_augmentation_is_the_same_and_can_be_recorded():

@@ -97,6 +97,8 @@ def test_estimates_know_how_many_cells_there_are():
 
     for data, ipc, options in (
         ("mnist", 1, {}),
+        ("mnist", 9, {}),
+        ("fashion-mnist", 9, {}),
         ("mnist", 50, {}),
         ("mnist", 10, {"cell": 10}),
         ("mnist", 10, {"margin": 2}),

@@ -4,9 +4,9 @@ A grouped convolution of the library is fast forward and for the weights' gradie
 network by network, cutting its channels out and putting them back: a third of the time of training ten networks
 (LAB.md). The images' gradient of a convolution that keeps the size is itself such a convolution, of the incoming
 gradient with the weights turned by 180° and their channels exchanged, so it is computed as one; where the convolution
-has a stride, the incoming gradient is first spread out, with zeros between. Narrow, 1×1 and strided convolutions in
-half precision go through kernels of ours on a GPU (``m3d.nets.fused_conv``). Kernels are odd and padded by their half.
-Activations are [n, h, w, R·c].
+has a stride, the incoming gradient is first spread out, with zeros between. Narrow convolutions in half precision go
+through kernels of ours on a GPU (``m3d.nets.fused_conv``). Kernels are odd and padded by their half. Activations are
+[n, h, w, R·c].
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from torch.nn import functional
 
 from m3d.own_kernels import HAS_KERNELS
 
-# Whether narrow, 1×1 and strided convolutions in half precision on a GPU go through kernels of ours: off only to
-# compare (benchmarks/networks.py). With them a step of ten DenseNet-121 took 185 ms instead of 308 (LAB.md).
+# Whether narrow convolutions in half precision on a GPU go through kernels of ours: off only to compare
+# (benchmarks/networks.py). With them a step of ten DenseNet-121, whose convolutions are nearly all narrow, took 185 ms
+# instead of 308 (LAB.md); other networks have not been timed.
 NARROW_KERNELS = True
-_WIDE = 64  # channels of a network, in multiples of which cuDNN's grouped convolution is the faster one
+_WIDE = 64  # channels of a network, in multiples of which a convolution is left to cuDNN
 _HALF = (torch.bfloat16, torch.float16)
 _PLAIN = (1, 1)  # a stride or dilation that changes nothing
 
@@ -39,10 +40,9 @@ def _padding(weight: Tensor) -> tuple[int, int]:
     return (weight.shape[3] // 2, weight.shape[4] // 2)
 
 
-def _ours(x: Tensor, weight: Tensor, stride: int) -> bool:
+def _ours(x: Tensor, weight: Tensor) -> bool:
     """Whether a convolution goes through our kernels."""
-    wide = weight.shape[1] % _WIDE == 0 and weight.shape[2] % _WIDE == 0
-    narrow = not (wide and stride == 1 and weight.shape[3] == 3)
+    narrow = weight.shape[1] % _WIDE > 0 or weight.shape[2] % _WIDE > 0
     return NARROW_KERNELS and narrow and HAS_KERNELS and x.is_cuda and x.dtype in _HALF
 
 
@@ -78,7 +78,7 @@ def _weights_gradient(grad: Tensor, x: Tensor, weight: Tensor, stride: int) -> T
 
 @torch.library.custom_op("m3d::conv_each", mutates_args=())
 def _conv_op(x: Tensor, weight: Tensor, stride: int) -> Tensor:
-    if _ours(x, weight, stride):
+    if _ours(x, weight):
         from m3d.nets import fused_conv
 
         return fused_conv.convolved(x, weight, stride)
@@ -96,7 +96,7 @@ def _conv_backward_op(
     grad: Tensor, x: Tensor, weight: Tensor, stride: int, images: bool, weights: bool
 ) -> tuple[Tensor, Tensor]:
     dx, dweight = x.new_empty(1), weight.new_empty(1)
-    if _ours(x, weight, stride):
+    if _ours(x, weight):
         from m3d.nets import fused_conv
 
         if images:

@@ -79,8 +79,9 @@ _MOMENTS_SECONDS = 4e-7  # of an image through one encoder; a guess
 
 # A network's arithmetic and memory per pixel in units of ConvNet-3's: guesses from their layers.
 _NETS = {"resnet10": 4.0, "densenet121": 12.0, "resnetap10": 1.0}
-# Its time where ConvNet-3 has kernels of its own, which is not where gradients are matched. Measured (LAB.md).
-_SLOWER = {"resnetap10": 3.8}
+# Its time where ConvNet-3 has kernels of its own, which is not where gradients are matched. Measured (LAB.md); the
+# DenseNet beside other processes, so between 30 and 60.
+_SLOWER = {"resnetap10": 3.8, "densenet121": 40.0}
 _GRADIENTS = ("dc", "dsa", "idc", "idc-i", "mtt")
 _EPOCHS = {
     "paper": 1000,
