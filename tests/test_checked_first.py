@@ -242,6 +242,10 @@ class _Judged:
         ({"method": "idc", "factor": 0}, "factor=0 is not valid"),
         ({"cell": -1}, "cell=-1 is not valid"),
         ({"method": "random", "margin": -2}, "margin=-2 is not valid"),
+        *[
+            ({"method": method, "factor": 2, "cell": 9}, "cell=9 and factor=2 both say how images are cut")
+            for method in ("m3d", "m3d+", "random", "herding", "k-center")
+        ],
         ({"device": "tpu"}, "unknown device 'tpu'"),
         ({"precision": "fp8"}, "unknown precision 'fp8'"),
         ({"ipc": 0}, "ipc=0 is not valid"),

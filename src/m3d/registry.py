@@ -2,7 +2,8 @@
 
 A registry refuses duplicates, suggests the nearest name for a wrong one, and checks options against the builder's own
 signature: keyword-only parameters with typed defaults *are* the schema of the configuration and of the command line. A
-type may bring a check of its own: ``Annotated[str, check]``.
+type may bring a check of its own: ``Annotated[str, check]``. Options that may not stand beside each other are refused
+by the entry's ``together``.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ class Entry(Generic[T]):
     about: Mapping[str, str]
     of: Callable[..., T] | None = None  # what a variant passes the options on to that it does not name itself
     without: tuple[str, ...] = ()  # but these, which it decides
+    together: Callable[[Mapping[str, Any]], object] | None = None  # refuses options that do not go together
 
     @property
     def summary(self) -> str:
@@ -71,10 +73,13 @@ class Entry(Generic[T]):
         for name in given:
             if name not in known:
                 raise unknown(f"option of {self.name}", name, known)
-        return {
+        values = {
             name: convert(given[name], option, self.name) if name in given else option.default
             for name, option in known.items()
         }
+        if self.together is not None:
+            self.together(values)
+        return values
 
 
 class Registry(Generic[T]):
@@ -85,24 +90,30 @@ class Registry(Generic[T]):
         self._package = package  # modules below this package register themselves when imported
         self._entries: dict[str, Entry[T]] = {}
 
-    def register(self, name: str, **about: str) -> Callable[[B], B]:
-        return self._adder(name, about)
+    def register(
+        self, name: str, *, together: Callable[[Mapping[str, Any]], object] | None = None, **about: str
+    ) -> Callable[[B], B]:
+        return self._adder(name, lambda key, build: Entry(key, build, about, together=together))
 
     def variant(
-        self, name: str, of: Callable[..., T], *, without: Sequence[str] = (), **about: str
+        self,
+        name: str,
+        of: Callable[..., T],
+        *,
+        without: Sequence[str] = (),
+        together: Callable[[Mapping[str, Any]], object] | None = None,
+        **about: str,
     ) -> Callable[[B], B]:
         """Register a builder that names only the options it has other defaults for, and passes ``**options`` on to
         ``of``, whose options it takes too, all but ``without``."""
-        return self._adder(name, about, of, tuple(without))
+        return self._adder(name, lambda key, build: Entry(key, build, about, of, tuple(without), together))
 
-    def _adder(
-        self, name: str, about: Mapping[str, str], of: Callable[..., T] | None = None, without: tuple[str, ...] = ()
-    ) -> Callable[[B], B]:
+    def _adder(self, name: str, entry: Callable[[str, Callable[..., T]], Entry[T]]) -> Callable[[B], B]:
         def add(build: B) -> B:
             key = canonical(name)
             if key in self._entries:
                 raise M3DError(f"{self.kind} {key!r} is registered twice; choose another name")
-            self._entries[key] = Entry(key, build, about, of, without)
+            self._entries[key] = entry(key, build)
             return build
 
         return add

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -162,6 +163,13 @@ class Tiles:
 Factor = Annotated[int, Tiles]
 CellHeight = Annotated[int, lambda height: Tiles(1, cell=height)]
 Margin = Annotated[int, lambda width: Tiles(1, margin=width)]
+
+
+def one_layout(options: Mapping[str, Any]) -> None:
+    """Refuse a method's options where both a factor and a cell say how images are cut."""
+    if options["factor"] is not None and options["cell"]:
+        Tiles(options["factor"], cell=options["cell"])
+
 
 _LUMINANCE = (0.299, 0.587, 0.114)  # of red, green and blue, as in JPEG (ITU-R BT.601)
 _RED, _BLUE = 2 * (1 - _LUMINANCE[0]), 2 * (1 - _LUMINANCE[2])  # per unit of the red and the blue difference

@@ -20,10 +20,10 @@ from typing import Any
 from m3d.method import Method
 from m3d.methods import METHODS, Task
 from m3d.select import ByFeatures, Features, RandomReal, Rule, herding, k_center
-from m3d.tiles import CellHeight, Chroma, Factor, Margin, Tiles
+from m3d.tiles import CellHeight, Chroma, Factor, Margin, Tiles, one_layout
 
 
-@METHODS.register("random", paper="baseline", equation="none", cost="none")
+@METHODS.register("random", together=one_layout, paper="baseline", equation="none", cost="none")
 def random(
     task: Task,
     *,
@@ -55,7 +55,12 @@ def _chosen(
 
 
 @METHODS.variant(
-    "herding", of=_chosen, paper="Welling, ICML 2009", equation="greedy mean matching", cost="one training"
+    "herding",
+    of=_chosen,
+    together=one_layout,
+    paper="Welling, ICML 2009",
+    equation="greedy mean matching",
+    cost="one training",
 )
 def herding_coreset(task: Task, **options: Any) -> Method:
     """Real images whose running mean stays nearest to the class mean in a trained network's representation."""
@@ -63,7 +68,12 @@ def herding_coreset(task: Task, **options: Any) -> Method:
 
 
 @METHODS.variant(
-    "k-center", of=_chosen, paper="Sener & Savarese, ICLR 2018", equation="farthest-first cover", cost="one training"
+    "k-center",
+    of=_chosen,
+    together=one_layout,
+    paper="Sener & Savarese, ICLR 2018",
+    equation="farthest-first cover",
+    cost="one training",
 )
 def k_center_coreset(task: Task, **options: Any) -> Method:
     """Real images that cover each class: always the farthest from those chosen before."""

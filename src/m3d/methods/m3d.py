@@ -34,7 +34,7 @@ from m3d.objectives.features import MMD
 from m3d.players import Descent
 from m3d.pools import Fresh
 from m3d.select import InitSpec, make_init
-from m3d.tiles import CellHeight, Chroma, Factor, Margin, Tiles
+from m3d.tiles import CellHeight, Chroma, Factor, Margin, Tiles, one_layout
 from m3d.upsamplers import Upsample
 
 
@@ -71,7 +71,9 @@ def own_settings(task: Task) -> Own:
     return Own(default_factor(task.shape), "bicubic", "color+crop")
 
 
-@METHODS.register("m3d", paper="Zhang et al., AAAI 2024", equation="Eq. 9, Algorithm 1", cost="low")
+@METHODS.register(
+    "m3d", together=one_layout, paper="Zhang et al., AAAI 2024", equation="Eq. 9, Algorithm 1", cost="low"
+)
 def m3d(
     task: Task,
     *,

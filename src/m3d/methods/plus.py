@@ -33,7 +33,7 @@ from m3d.players import Descent
 from m3d.pools.pretrained import Pretrained, default_batch, encoder_recipe
 from m3d.probes import Forward
 from m3d.select import InitSpec, make_init
-from m3d.tiles import CellHeight, Chroma, Factor, Margin, Tiles
+from m3d.tiles import CellHeight, Chroma, Factor, Margin, Tiles, one_layout
 from m3d.types import Seen
 from m3d.upsamplers import Upsample
 
@@ -48,7 +48,13 @@ class _Found(NamedTuple):
 _ONE_IMAGE, _MORE_IMAGES = _Found(4, 0.03), _Found(2, 0.01)
 
 
-@METHODS.register("m3d+", paper="this project", equation="M3D's Eq. 9 + cross-entropy, trained encoders", cost="low")
+@METHODS.register(
+    "m3d+",
+    together=one_layout,
+    paper="this project",
+    equation="M3D's Eq. 9 + cross-entropy, trained encoders",
+    cost="low",
+)
 def plus(
     task: Task,
     *,
