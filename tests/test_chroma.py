@@ -133,7 +133,12 @@ def test_the_gradient_reaches_every_number():
 
 @pytest.mark.parametrize(
     ("shape", "factor", "allowed"),
-    [((1, 8, 8), 2, "three channels"), ((3, 10, 8), 2, "sides that 4 divides"), ((3, 32, 32), 3, "that 6 divides")],
+    [
+        ((1, 8, 8), 2, "three channels"),
+        ((3, 10, 8), 2, "sides that 4 divides"),
+        ((3, 8, 10), 2, "sides that 4 divides"),
+        ((3, 32, 32), 3, "that 6 divides"),
+    ],
 )
 def test_what_cannot_be_halved_is_refused(shape, factor, allowed):
     with pytest.raises(M3DError, match=f"chroma=half does not go with {'×'.join(map(str, shape))}.*{allowed}"):
