@@ -2,6 +2,7 @@
 
     python benchmarks/kernels.py                      # on the GPU, the step as it is recorded, uncompiled
     python benchmarks/kernels.py --compile            # as the compiler makes it
+    python benchmarks/kernels.py --eval-net densenet121:growth=12,norm=batch    # other networks in the evaluation
     python benchmarks/kernels.py --device cpu --small # a check that it runs: operations instead of kernels
 
 The sizes are those of speed.py. Prints microseconds a step and launches a step; the sum is the time the device is busy,
@@ -56,6 +57,7 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--method", default="m3d")
     parser.add_argument("--ipc", type=int, default=10)
+    parser.add_argument("--eval-net", default="convnet3", help="the networks of the evaluation")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--small", action="store_true", help="few small images: a check that it runs")
     parser.add_argument("--most", type=int, default=40, help="how many kernels to list")
@@ -71,14 +73,20 @@ def main() -> None:
         show(f"a step of {given.method}, {given.ipc} images per class", step, times, device, given.most)
         images = Images(torch.rand(640, 3, side, side, device=device), torch.arange(640, device=device) % 10,
                         Normalise(MEAN, STD, device=device))  # fmt: skip
-        net = FlatNet(make_net("convnet3", (3, side, side), 10), device)
+        net = FlatNet(make_net(given.eval_net, (3, side, side), 10), device)
         trainer = Trainer(net, images, make_protocol("paper").recipe, repeats, 0, runtime)
 
         def epoch() -> None:
             trainer.run(trainer.epoch + 1)
 
         seconds(epoch, 1 if given.small else 4, device)
-        show(f"an epoch of {repeats} networks, ten batches of 64", epoch, 1 if given.small else 20, device, given.most)
+        show(
+            f"an epoch of {repeats} {given.eval_net}, ten batches of 64",
+            epoch,
+            1 if given.small else 20,
+            device,
+            given.most,
+        )
 
 
 if __name__ == "__main__":
