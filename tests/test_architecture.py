@@ -94,7 +94,7 @@ ALLOWED = {
     },
     "m3d.grid": {
         "m3d.api", "m3d.condensed", "m3d.data", "m3d.evaluation", "m3d.files", "m3d.run_folder", "m3d.runtime",
-        "m3d.terminal", "m3d.watch",
+        "m3d.teachers", "m3d.terminal", "m3d.watch",
     },
     "m3d.engine": {
         "m3d.course", "m3d.data", "m3d.method", "m3d.nets", "m3d.run_folder", "m3d.runtime", "m3d.shards", "m3d.step",

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from small import know_small_plans
+from small import NET, know_small_plans
 
 import m3d
 from m3d.cli import main
 from m3d.condensed import CondensedSet
 from m3d.errors import Interrupted, M3DError
-from m3d.grid.cells import Cell, Overrides, Source
+from m3d.grid.cells import Cell, Overrides, Source, _content, cell_digest
 from m3d.grid.journal import lock
 from m3d.grid.runner import Listener, Pace
 from m3d.grid.work import Place, Watch, Workshop, together
@@ -184,6 +184,20 @@ def test_killed_while_condensing_and_while_evaluating_it_goes_on(tmp_path):
     for name in ("set", "last", "checks", "best_of_checks", "moments", "picture", "digest"):
         assert resumed[name] == straight[name], name
     assert (killed / "small.md").exists() and not list(killed.glob("runs/*/evaluation-*"))
+
+
+def test_soft_labels_are_measured_beside_hard_ones_on_the_same_set(fast, tmp_path):
+    plan, overrides = fast[0], Overrides(steps=20)
+    hard = replace(plan.cells[0], measures=("accuracy",))
+    soft = replace(hard, key="digits/1/m3d-soft/seed0", column="M3D, soft", labels="soft")
+    workshop = Workshop(Place(tmp_path), overrides, Watch())
+    records = [workshop.make(cell) for cell in (hard, soft, hard)]
+    assert [r["labels"] for r in records] == ["hard", "soft", "hard"] and len({r["set"] for r in records}) == 1
+    assert records[0]["last"] == records[2]["last"] != records[1]["last"]
+    assert records[1]["soft_labels"]["teacher"] == NET and records[1]["storage"]["labels"] == 10 * 10 * 4 + 10 * 8
+    assert workshop.make(soft)["when"] == records[1]["when"]  # kept, not measured again
+    assert cell_digest(soft, overrides) != cell_digest(hard, overrides)
+    assert "labels" not in _content(hard) and _content(soft)["labels"] == "soft"  # older records keep their identity
 
 
 def test_a_time_limit_stops_inside_a_cell_and_the_same_command_goes_on(capsys, small_known, tmp_path):

@@ -15,7 +15,14 @@ Value = str | int | float | None
 RUNS = "runs"  # the folder of condensed sets below the output folder
 WHOLE = "whole"  # the method of a source that is the training data itself
 # Fields that came after results were published: at these values they are no part of an identity.
-_LATER: Mapping[str, Any] = {"load": (), "fingerprint": "", "split": "test", "keep_every": 0, "at": None}
+_LATER: Mapping[str, Any] = {
+    "load": (),
+    "fingerprint": "",
+    "split": "test",
+    "keep_every": 0,
+    "at": None,
+    "labels": "hard",
+}
 
 # The steps a method takes unless told otherwise; a test holds them to the methods themselves.
 STEPS = {
@@ -88,6 +95,7 @@ class Cell:
     split: str = "test"  # or val: the part that ``load`` holds out
     at: int | None = None  # the set as it was kept after so many steps; None: the finished one
     pair: str = ""  # of two distributions to compare instead (``m3d.reproduce.toy``)
+    labels: str = "hard"  # or soft: what trained networks, of the kind the set was condensed with, say of its images
 
     @property
     def tested_on(self) -> str:

@@ -19,6 +19,7 @@ from m3d.evaluation import Protocol, evaluate, evaluate_whole, make_protocol
 from m3d.grid.cells import RUNS, WHOLE, Cell, Overrides, Source, Value, cell_digest, folders, set_name
 from m3d.run_folder import RunFolder
 from m3d.runtime import Runtime
+from m3d.teachers import Teachers, relabel
 from m3d.watch import Progress
 
 _KEPT = (  # of a set's manifest
@@ -174,6 +175,10 @@ class Workshop:
             return known[-1]
         data = self.tested_on(cell)
         self._begin()
+        if condensed is not None and cell.labels == "soft":
+            source = cell.sources[0]
+            teachers = Teachers() if source.net is None else Teachers(source.net)
+            condensed = relabel(condensed, self._data(source), teachers, self.runtime)
         settings: dict[str, Any] = {
             "net": cell.net,
             "protocol": self._protocol(cell),

@@ -59,11 +59,12 @@ def one_set(
     net: str = "convnet3",
     protocol: str = "paper",
     epochs: int | None = None,
+    labels: str = "hard",
 ) -> Cell:
     """A cell of one set, condensed with ConvNet-3."""
     source = Source(data, ipc, method, tuple(sorted(options)), seed=seed)
     key = f"{data}/{ipc}/{label}/seed{seed}"
-    return Cell(key, row, column, (source,), measures, net=net, protocol=protocol, epochs=epochs)
+    return Cell(key, row, column, (source,), measures, net=net, protocol=protocol, epochs=epochs, labels=labels)
 
 
 def select(cells: Sequence[Cell], pattern: str | None) -> list[Cell]:

@@ -53,6 +53,7 @@ _BEFORE = {
     "herding": (1, 20, "", "epochs"),
     "k-center": (1, 20, "", "epochs"),
 }
+_TEACHERS = 5 * 20  # of soft labels: networks times epochs
 _TRAINED_SECONDS = {"mtt": 6.0e-6}  # of an image in such an epoch: one augmentation after the other, in TF32
 _TRAINED_OTHERS = 1.6e-6
 _TRAINED_BYTES = 2.7 * 2**30  # of five networks that see 512 images each
@@ -118,6 +119,9 @@ def estimate(cell: Cell, overrides: Overrides, made: set[str] | None = None) -> 
             made.add(name)
     if "accuracy" in cell.measures:
         total += evaluating(cell, overrides)
+        if cell.labels == "soft":
+            facts = FACTS[cell.tested_on]
+            total += Estimate(_TEACHERS * facts.train * _size(facts) * _TRAINED_OTHERS, _TRAINED_BYTES * _size(facts))
     if "moments" in cell.measures:  # every training image once through each of ten encoders
         facts = FACTS[cell.tested_on]
         total += Estimate(10 * facts.train * _size(facts) * _MOMENTS_SECONDS, _EVALUATION_BYTES)

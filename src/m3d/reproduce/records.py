@@ -96,6 +96,10 @@ def _memory(record: Record, which: str) -> Place | None:
     return Place(max(peaks) / 2**30) if any(peaks) else None
 
 
+def _stored(record: Record, which: str) -> Place | None:
+    return Place(record["storage"][which] / 2**10) if "storage" in record else None
+
+
 def _distance(kind: str) -> Callable[[Record, str], Place | None]:
     def distance(record: Record, which: str) -> Place | None:
         return Place(record["moments"][kind][int(which) - 1]) if "moments" in record else None
@@ -113,6 +117,7 @@ _READERS: dict[str, Callable[[Record, str], Place | None]] = {
     "hours": _condensing(3600),
     "starting": _starting,
     "memory": _memory,
+    "stored": _stored,
     "distance": _distance("normalised"),
     "raw distance": _distance("raw"),
     "seen by": lambda record, which: Place(record["seen"][which]),
