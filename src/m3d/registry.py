@@ -26,6 +26,7 @@ from m3d.errors import M3DError, unknown
 _plugins: list[Path] = []  # in the order in which they were loaded
 T = TypeVar("T")
 B = TypeVar("B", bound=Callable[..., Any])
+Together = Callable[[Mapping[str, Any]], object]  # refuses options that do not go together
 
 
 def canonical(name: str) -> str:
@@ -56,7 +57,7 @@ class Entry(Generic[T]):
     about: Mapping[str, str]
     of: Callable[..., T] | None = None  # what a variant passes the options on to that it does not name itself
     without: tuple[str, ...] = ()  # but these, which it decides
-    together: Callable[[Mapping[str, Any]], object] | None = None  # refuses options that do not go together
+    together: Together | None = None
 
     @property
     def summary(self) -> str:
@@ -90,9 +91,7 @@ class Registry(Generic[T]):
         self._package = package  # modules below this package register themselves when imported
         self._entries: dict[str, Entry[T]] = {}
 
-    def register(
-        self, name: str, *, together: Callable[[Mapping[str, Any]], object] | None = None, **about: str
-    ) -> Callable[[B], B]:
+    def register(self, name: str, *, together: Together | None = None, **about: str) -> Callable[[B], B]:
         return self._adder(name, lambda key, build: Entry(key, build, about, together=together))
 
     def variant(
@@ -101,7 +100,7 @@ class Registry(Generic[T]):
         of: Callable[..., T],
         *,
         without: Sequence[str] = (),
-        together: Callable[[Mapping[str, Any]], object] | None = None,
+        together: Together | None = None,
         **about: str,
     ) -> Callable[[B], B]:
         """Register a builder that names only the options it has other defaults for, and passes ``**options`` on to
