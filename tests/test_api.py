@@ -115,7 +115,7 @@ def test_a_stopped_run_says_how_it_goes_on(tmp_path):
     options = {"net": "convnet2:width=8", "steps": 500, "batch_real": 4, "device": "cpu"}
     with pytest.raises(Interrupted):
         m3d.condense("digits", 1, out=tmp_path / "run", report=press, **options)
-    with pytest.raises(M3DError, match=r"run' is not finished; go on with: m3d condense --resume .*run$"):
+    with pytest.raises(M3DError, match=r"run' is not finished; go on with: m3d.resume.*run'.$"):
         m3d.evaluate(tmp_path / "run")
 
 

@@ -263,27 +263,27 @@ def test_a_slip_is_said_before_any_image_is_read(monkeypatch, tmp_path, wrong, m
 def test_fewer_images_are_advised_with_the_settings_they_would_have():
     """One image per class has sixteen cells by default, two have eight together."""
     few, more = make_dataset(3, 6, (3, 32, 32)), make_dataset(3, 20, (3, 32, 32))
-    with pytest.raises(M3DError, match="take --factor 1, or noise instead"):
+    with pytest.raises(M3DError, match="take factor=1, or noise instead"):
         m3d.condense(few, 2, "m3d+", device="cpu")
-    with pytest.raises(M3DError, match="take --ipc 1 at most, or --factor 1"):
+    with pytest.raises(M3DError, match="take ipc=1 at most, or factor=1"):
         m3d.condense(few, 2, "m3d+", factor=2, device="cpu")
-    with pytest.raises(M3DError, match="take --ipc 5 at most, or --factor 1"):
+    with pytest.raises(M3DError, match="take ipc=5 at most, or factor=1"):
         m3d.condense(more, 6, "m3d+", device="cpu")
 
 
 def test_too_few_images_and_what_would_fit():
     data = make_dataset(3, 20, (3, 32, 32))
     for options, told in (
-        ({"method": "random", "ipc": 200}, r"but 200 different ones are needed.*; take --ipc 20 at most$"),
-        ({"method": "m3d", "ipc": 6}, r"take --ipc 5 at most, or --factor 1, or noise instead \(--set init=noise\)$"),
+        ({"method": "random", "ipc": 200}, r"but 200 different ones are needed.*; take ipc=20 at most$"),
+        ({"method": "m3d", "ipc": 6}, r"take ipc=5 at most, or factor=1, or noise instead \(init='noise'\)$"),
         (
             {"method": "random", "ipc": 3, "factor": 2, "chroma": "half"},
-            "take --ipc 2 at most, or --set chroma=full, or --factor 1$",
+            "take ipc=2 at most, or chroma='full', or factor=1$",
         ),
-        ({"method": "random", "ipc": 1, "factor": 5}, r"\(1 stored, which hold 25 images\); take --factor 4$"),
-        ({"method": "random", "ipc": 6, "factor": 2, "margin": 4}, r"which hold 24 images\); take --ipc 5 at most$"),
-        ({"method": "random", "ipc": 1, "factor": 4, "chroma": "half"}, "take --set chroma=full, or --factor 2$"),
-        ({"method": "random", "ipc": 6, "cell": 14}, "take --ipc 4 at most, or --set cell=18$"),
+        ({"method": "random", "ipc": 1, "factor": 5}, r"\(1 stored, which hold 25 images\); take factor=4$"),
+        ({"method": "random", "ipc": 6, "factor": 2, "margin": 4}, r"which hold 24 images\); take ipc=5 at most$"),
+        ({"method": "random", "ipc": 1, "factor": 4, "chroma": "half"}, "take chroma='full', or factor=2$"),
+        ({"method": "random", "ipc": 6, "cell": 14}, "take ipc=4 at most, or cell=18$"),
     ):
         with pytest.raises(M3DError, match=told):
             m3d.condense(data, device="cpu", **options)

@@ -220,7 +220,7 @@ def test_few_images_keep_full_colours_and_too_few_are_told_what_helps():
         return make_method("m3d+", Task("photos", (3, 32, 32), 3, 1, smallest=smallest), {})[1]
 
     assert [chosen(n)["chroma"] for n in (31, 32, None)] == ["full", "half", "half"]
-    told = r"has 20 training images, but 32 .*1 stored, which hold 32 images.*take --set chroma=full, or --factor 2"
+    told = r"has 20 training images, but 32 .*1 stored, which hold 32 images.*take chroma='full', or factor=2"
     with pytest.raises(M3DError, match=told):
         m3d.condense(make_dataset(3, 20, (3, 32, 32)), 1, "m3d+", chroma="half", device="cpu")
 

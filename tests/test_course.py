@@ -78,7 +78,7 @@ def test_classes_are_halved_when_memory_runs_out(tiny, monkeypatch, caplog):
 
 def test_nan_stops_with_the_step_and_the_class(tiny):
     net = FlatNet(make_net(NET, tiny.shape, 3))
-    with pytest.raises(M3DError, match=r"step 3: the loss of class 'class 1' is nan; try a smaller --lr"):
+    with pytest.raises(M3DError, match=r"step 3: the loss of class 'class 1' is nan; try a smaller lr"):
         condense(matching_with(Poisoned()), tiny, net, 1, 0, CPU)
 
 
@@ -115,7 +115,7 @@ def test_a_kernel_without_a_rate_asks_for_one(tiny):
 
     KERNELS.register("rateless")(lambda: Linear() * Linear())
     try:
-        with pytest.raises(M3DError, match="no default learning rate; give one with --lr"):
+        with pytest.raises(M3DError, match="no default learning rate; give one with lr"):
             make_method("m3d", Task("tiny", tiny.shape, 3, 1), {"kernel": "rateless"})
         assert make_method("m3d", Task("tiny", tiny.shape, 3, 1), {"kernel": "rateless", "lr": 0.1})[0].steps == 10_000
     finally:

@@ -245,7 +245,7 @@ def test_what_learns_for_all_classes_is_bound(tiny):
         ({"subtasks": 0}, "subtasks=0.*1 to 5"),
         ({"subtasks": 6}, "subtasks=6.*1 to 5"),
         ({"classes_at_once": 0}, "classes_at_once=0.*allowed"),
-        ({"subtasks": 2, "method": "dc"}, "dc cannot be split by --subtasks 2.*synthetic images of all classes"),
+        ({"subtasks": 2, "method": "dc"}, "dc cannot be split by subtasks=2.*synthetic images of all classes"),
     ],
 )
 def test_wrong_splits_are_refused(tmp_path, changed, match):

@@ -56,8 +56,8 @@ def test_it_learns_easy_data_and_a_seed_repeats_it(tiny, condensed):
 
 
 @pytest.mark.parametrize(("images", "batch", "told"), [
-    (33, 16, "of 33 images the last batch of an epoch has 1; .* --batch 17 makes none"),
-    (132, 64, "of 132 images the last batch of an epoch has 4; .* --batch 66 makes none"),  # 65 would leave 2
+    (33, 16, "of 33 images the last batch of an epoch has 1; .* batch=17 makes none"),
+    (132, 64, "of 132 images the last batch of an epoch has 4; .* batch=66 makes none"),  # 65 would leave 2
     (33, 17, None), (135, 64, None), (30, 15, None), (3, 64, None),
 ])  # fmt: skip
 def test_a_last_batch_of_a_few_images_is_told(caplog, images, batch, told):

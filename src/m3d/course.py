@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from m3d.errors import M3DError
+from m3d.wording import option
 
 _RECENT = 8  # steps whose mean loss tells whether a run diverges
 _NOTHING = 1e-5  # a loss below it is rounding: synthetic images that are all of a class begin at zero
@@ -21,7 +22,7 @@ def require_numbers(block: Tensor, first: int, class_names: Sequence[str]) -> No
         step, c = broken[0].tolist()
         raise M3DError(
             f"step {first + step}: the loss of class {class_names[c]!r} is {block[step, c].item()}; "
-            f"try a smaller --lr or --precision fp32"
+            f"try a smaller {option('lr')} or {option('precision', 'fp32')}"
         )
 
 
@@ -35,7 +36,7 @@ def require_no_rise(losses: Sequence[float], block: Tensor, limit: float, class_
         worst = int(block[-_RECENT:].mean(0).argmax())
         raise M3DError(
             f"step {len(losses)}: the loss rose from {start:.3g} to {recent:.3g}, most in class "
-            f"{class_names[worst]!r}; the run diverges, try a smaller --lr"
+            f"{class_names[worst]!r}; the run diverges, try a smaller {option('lr')}"
         )
 
 
@@ -43,7 +44,8 @@ def require_unsaturated(share: float, at_first: float, step: int) -> None:
     """A bounded loss cannot show divergence; images that are all black and white do, unless they began so."""
     if share > _SATURATED > at_first:
         raise M3DError(
-            f"step {step}: {share:.0%} of the pixels are pushed to black or white; the run diverges, try a smaller --lr"
+            f"step {step}: {share:.0%} of the pixels are pushed to black or white; the run diverges, "
+            f"try a smaller {option('lr')}"
         )
 
 

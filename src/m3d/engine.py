@@ -24,6 +24,7 @@ from m3d.runtime import Repeated, Runtime, out_of_memory, stop_politely
 from m3d.shards import Shard
 from m3d.step import BLOCK, Step
 from m3d.watch import Outcome, Progress, Snapshot, Watch
+from m3d.wording import option
 
 log = logging.getLogger(__name__)
 _REPORT_SECONDS = 0.5
@@ -157,7 +158,7 @@ class _Run:
         if self.state.chunk == 1 or self.state.together:
             raise M3DError(
                 f"step {self.step} does not fit into memory with {self.state.chunk} class(es) at a time; "
-                f"lower --batch-real, --ipc or --size"
+                f"lower {option('batch_real')}, {option('ipc')} or {option('size')}"
             ) from error
         self.state.take_fewer_classes()
         log.warning("not enough memory: %d classes at a time from here on", self.state.chunk)

@@ -31,7 +31,7 @@ from m3d.run_folder import RunFolder
 from m3d.runtime import Runtime, stop_politely
 from m3d.saver import Saver
 from m3d.train import Recipe, Trainer
-from m3d.wording import with_sd
+from m3d.wording import option, with_sd
 
 log = logging.getLogger(__name__)
 
@@ -301,8 +301,8 @@ def _tell_of_a_small_last_batch(images: int, batch: int) -> None:
         even = next(size for size in range(batch, images + 1) if images % size == 0 or images % size > batch // 16)
         log.warning(
             "of %d images the last batch of an epoch has %d; steps on so few can cost points of accuracy, "
-            "--batch %d makes none",
-            images, left, even,
+            "%s makes none",
+            images, left, option("batch", even),
         )  # fmt: skip
 
 
@@ -370,9 +370,7 @@ def _split_of(data: Dataset, split: str) -> ClassData:
     if split == "val" and data.val is not None:
         return data.val
     if split == "val":
-        raise M3DError(
-            f"split 'val': no part of {data.name} was held out; load it with a val_fraction (--val-fraction)"
-        )
+        raise M3DError(f"split 'val': no part of {data.name} was held out; load it with {option('val_fraction')}")
     raise M3DError(f"split {split!r} is not valid; allowed: test, and val where a val_fraction was held out")
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from m3d.condensed import CondensedSet
 from m3d.errors import M3DError, unknown
 from m3d.files import read_json, sync_folder, sync_tree, write_bytes, write_json
+from m3d.wording import option
 
 log = logging.getLogger(__name__)
 FORMATS = ("imagefolder", "npz", "pt")
@@ -35,9 +36,10 @@ def export(condensed: CondensedSet, target: str, path: str | Path, overwrite: bo
         raise unknown("export format", target, FORMATS)
     destination = Path(path)
     if destination.exists() and not overwrite:
-        raise M3DError(f"{str(destination)!r} exists; choose another --out, or pass --overwrite")
+        raise M3DError(f"{str(destination)!r} exists; choose another place, or pass {option('overwrite', True)}")
     if destination.exists() and not _earlier_export(destination, target):
-        raise M3DError(f"{str(destination)!r} is not an earlier export to {target}, which alone --overwrite replaces")
+        replaced = f"an earlier export to {target}, which alone {option('overwrite', True)} replaces"
+        raise M3DError(f"{str(destination)!r} is not {replaced}")
     images, labels = condensed.hard().decoded()
     if target == "imagefolder":
         if not condensed.bounded:

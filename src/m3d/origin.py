@@ -12,6 +12,7 @@ from m3d.data.keep_back import HasTestSplit
 from m3d.data.sources import NotThere
 from m3d.errors import M3DError
 from m3d.requests import checked_part, load_recipe
+from m3d.wording import option
 
 
 def load_source(
@@ -37,18 +38,18 @@ def load_source(
         reading["size"] = checked_part(recipe, "size", "the set's manifest") if size is None else size
         return _named_instead(data, recipe, source.get("fingerprint"), test_fraction, reading)
     if "source" not in recipe:
-        raise M3DError("the set's manifest does not say where its data came from; name the dataset (--data)")
+        raise M3DError(f"the set's manifest does not say where its data came from; name the dataset ({option('data')})")
     own = {"data_root": data_root, "download": True} if data_root else {}
     try:
         dataset = load_recipe(recipe, "the set's manifest", zca=zca, **own)
     except NotThere as error:
         raise M3DError(
-            f"the data that the set was made from: {error}; name the place they are at now (--data)"
+            f"the data that the set was made from: {error}; name the place they are at now ({option('data')})"
         ) from error
     if dataset.train.fingerprint != source.get("fingerprint"):
-        other = "name the data to use instead (--data)"
+        other = f"name the data to use instead ({option('data')})"
         if "test_fraction" in recipe:  # what was kept back then is not what would be now
-            other = "bring it back as it was, or name data with a test split of their own (--data)"
+            other = f"bring it back as it was, or name data with a test split of their own ({option('data')})"
         raise M3DError(f"{dataset.name} has changed since the set was made from it; {other}")
     return dataset
 
@@ -78,6 +79,6 @@ def _named_instead(
     if dataset.train.fingerprint != fingerprint:
         raise M3DError(
             f"{dataset.name} is not what the set was made from, or was divided otherwise, so images that the set was "
-            f"made from might be tested on; name data with a test split of their own (--data)"
+            f"made from might be tested on; name data with a test split of their own ({option('data')})"
         )
     return dataset

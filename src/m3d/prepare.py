@@ -28,7 +28,7 @@ from m3d.runtime import Runtime
 from m3d.shards import Ranks, Shard, split
 from m3d.tiles import Tiles
 from m3d.watch import Outcome, Progress, Snapshot, Watch
-from m3d.wording import counted
+from m3d.wording import counted, option
 
 
 class Prepared:
@@ -206,7 +206,7 @@ def prepare(request: Mapping[str, Any], data: Dataset) -> Prepared:
     if data.classes < 2:
         raise M3DError(f"{data.name} has one class; allowed: two and more")
     if request["eval_every"] and data.val is None:
-        raise M3DError("eval_every needs held-out data: give a val_fraction between 0 and 1 (--val-fraction 0.1)")
+        raise M3DError(f"eval_every needs held-out data; load a part of them apart with {option('val_fraction', 0.1)}")
     smallest = int(data.train.count.min())
     task = Task(data.name, data.shape, data.classes, ipc, data.mirror, smallest, data.cutmix)
     given = dict(request["options"])
@@ -242,7 +242,7 @@ def _require_images(
     except M3DError as error:
         ways = _with_fewer_cells(tiles, int(data.train.count.min()), ipc, data.shape, tiles_at)
         if "init" in options:
-            ways.append("noise instead (--set init=noise)")
+            ways.append(f"noise instead ({option('init', 'noise', of_method=True)})")
         what = f"{ipc} stored, which hold {counted(tiles.count(ipc, data.shape), 'images')}"
         raise M3DError(f"{error} ({what}); take {', or '.join(ways)}" if ways else f"{error} ({what})") from error
 
@@ -262,10 +262,10 @@ def _with_fewer_cells(
 
     heights = range(1, shape[1] + 1) if tiles.cell else ()
     ways = [
-        next((f"--ipc {n} at most" for n in range(ipc - 1, 0, -1) if fits(tiles_at(n), n)), None),
-        "--set chroma=full" if tiles.halved and fits(replace(tiles, chroma="full")) else None,
-        next((f"--factor {f}" for f in range(tiles.factor - 1, 0, -1) if fits(replace(tiles, factor=f))), None),
-        next((f"--set cell={height}" for height in heights if fits(replace(tiles, cell=height))), None),
+        next((f"{option('ipc', n)} at most" for n in range(ipc - 1, 0, -1) if fits(tiles_at(n), n)), None),
+        option("chroma", "full", of_method=True) if tiles.halved and fits(replace(tiles, chroma="full")) else None,
+        next((option("factor", f) for f in range(tiles.factor - 1, 0, -1) if fits(replace(tiles, factor=f))), None),
+        next((option("cell", height, of_method=True) for height in heights if fits(replace(tiles, cell=height))), None),
     ]
     return [way for way in ways if way is not None]
 
@@ -312,7 +312,7 @@ def _require_separable(prepared: Prepared, net: FlatNet) -> None:
     if bond is None and parts > 1 and getattr(matching.pool, "across_classes", False):
         bond = "its encoders are trained on the synthetic images of all classes"
     if bond is not None:
-        how = f"--subtasks {parts}" if parts > 1 else f"torchrun with {world} processes"
+        how = option("subtasks", parts) if parts > 1 else f"torchrun with {world} processes"
         raise M3DError(
             f"{prepared.request['method']} cannot be split by {how}: {bond}; run it whole in one process on one device"
         )

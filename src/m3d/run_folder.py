@@ -17,6 +17,7 @@ from m3d.files import append_line, read_json, read_newest, set_aside, sweep, wri
 from m3d.limits import IMAGE_SUFFIXES, parse_json, plain_file
 from m3d.lock import NAME as LOCK
 from m3d.lock import claim
+from m3d.wording import option, resuming
 
 log = logging.getLogger(__name__)
 _LOOKED_AT = 1000  # files, before a folder is taken to hold no images
@@ -94,13 +95,16 @@ class RunFolder:
         """Raise if a run lies here that may not be replaced, or somebody's images, or if this is no folder."""
         begun = (self / self.RUN).exists() or self.finished
         if not begun and (strange := self._images_of_others()) is not None:
-            raise M3DError(f"{str(self.path)!r} holds images that are not a run's ({strange}); choose another --out")
+            raise M3DError(
+                f"{str(self.path)!r} holds images that are not a run's ({strange}); choose another {option('out')}"
+            )
         if begun and not overwrite:
-            what, first = "a run", f"continue it with m3d condense --resume {self.path}"
+            what, first = "a run", f"continue it with {resuming(self.path)}"
             if self.finished:
                 what, first = "a run, which is finished", f"look at it with m3d show {self.path}"
             raise M3DError(
-                f"{str(self.path)!r} already holds {what}; {first}, choose another --out, or pass --overwrite"
+                f"{str(self.path)!r} already holds {what}; {first}, choose another {option('out')}, "
+                f"or pass {option('overwrite', True)}"
             )
         self._require_folder()
 
@@ -115,7 +119,7 @@ class RunFolder:
 
     def _require_folder(self) -> None:
         if self.path.exists() and not self.path.is_dir():
-            raise M3DError(f"{str(self.path)!r} is a file; --out must name a folder")
+            raise M3DError(f"{str(self.path)!r} is a file; {option('out')} must name a folder")
 
     def _clear(self) -> None:
         """Remove all that an earlier run left here, its pictures and exports too: they would not show the new set."""
@@ -157,14 +161,16 @@ class RunFolder:
     def require_finished(self) -> None:
         """Refuse a run that was stopped, and say how it goes on."""
         if (self / self.RUN).exists() and not (self / self.CONDENSED).exists():
-            raise M3DError(f"{str(self.path)!r} is not finished; go on with: m3d condense --resume {self.path}")
+            raise M3DError(f"{str(self.path)!r} is not finished; go on with: {resuming(self.path)}")
 
     def load_checkpoint(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         """(tensors, state) of the newest whole checkpoint, or None if there is none."""
         try:
             return read_newest(self / self.CHECKPOINT, self / self.PREVIOUS)
         except M3DError as error:
-            raise M3DError(f"{error}; no whole checkpoint is left, begin again with --overwrite") from error
+            raise M3DError(
+                f"{error}; no whole checkpoint is left, begin again with {option('overwrite', True)}"
+            ) from error
 
     def drop_checkpoints(self) -> None:
         """Remove the checkpoints of a finished run, and those of its parts."""

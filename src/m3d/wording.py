@@ -1,6 +1,39 @@
-"""How numbers are said to a person."""
+"""How numbers and options are said to a person."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_typed = False  # whether the person typed a command, and did not call a function
+
+
+@contextmanager
+def typed() -> Iterator[None]:
+    """Within, options are named as on the command line."""
+    global _typed
+    before, _typed = _typed, True
+    try:
+        yield
+    finally:
+        _typed = before
+
+
+def option(name: str, value: object = None, of_method: bool = False) -> str:
+    """``--batch-real 32``, or ``--set cell=9`` of a method's option without a flag of its own; in Python
+    ``batch_real=32``."""
+    if not _typed:
+        return name if value is None else f"{name}={value!r}"
+    if of_method:
+        return f"--set {name}={value}"
+    flag = "--" + name.replace("_", "-")
+    return flag if value is None or value is True else f"{flag} {value}"
+
+
+def resuming(folder: Path) -> str:
+    """What continues the run in ``folder``."""
+    return f"m3d condense --resume {folder}" if _typed else f"m3d.resume({str(folder)!r})"
 
 
 def counted(number: int, things: str) -> str:

@@ -180,7 +180,7 @@ def test_a_broken_image_is_refused_or_left_out(
 ) -> None:
     bad = root / "train" / "dog" / "1.png"
     spoil(bad, kind)
-    with pytest.raises(M3DError, match=r"dog/1.png: cannot be read as an image \(.*\); --on-bad-image skip") as error:
+    with pytest.raises(M3DError, match=r"dog/1.png: cannot be read as an image \(.*\); on_bad_image='skip'") as error:
         load_data(root, resident=resident)
     assert KINDS[kind] in str(error.value)
     with caplog.at_level(logging.WARNING):

@@ -185,7 +185,7 @@ def test_resize_to_the_same_size_changes_nothing() -> None:
 
 def test_different_sizes_name_two_files(root: Path) -> None:
     picture(size=(6, 7)).save(root / "test" / "dog" / "second.png")
-    with pytest.raises(M3DError, match=r"train/cat/first.png is 6×6, .*test/dog/second.png is 6×7; .*--size"):
+    with pytest.raises(M3DError, match=r"train/cat/first.png is 6×6, .*test/dog/second.png is 6×7; .*with size$"):
         read_folder(root, None)
     assert read_folder(root, 6)[0].shape == (3, 6, 6)
 

@@ -87,7 +87,7 @@ def test_an_npz_without_test_images(tmp_path: Path) -> None:
     assert data.train.count.tolist() == [6, 6, 6] and data.test.count.tolist() == [2, 2, 2]
     for split in (data.train, data.test):
         assert all(labels[int(i[0, 0, 0])] == c for i, c in zip(split.images, split.labels().tolist(), strict=True))
-    with pytest.raises(M3DError, match=r"needed: x_train, y_train, x_test, y_test; or --test-fraction 0.2"):
+    with pytest.raises(M3DError, match=r"needed: x_train, y_train, x_test, y_test; or test_fraction=0.2"):
         load_data(tmp_path / "mine.npz")
     np.savez(tmp_path / "mine.npz", x_train=images, y_train=labels[:-1])
     with pytest.raises(M3DError, match="24 images but 23 labels"):
@@ -135,7 +135,7 @@ def test_classes_too_small_to_divide_are_named(photos: Path) -> None:
 
 
 def test_the_error_for_a_plain_folder_says_how(photos: Path) -> None:
-    with pytest.raises(M3DError, match=r"has no train or test folder; .* or CLASS/\*.png with --test-fraction 0.2"):
+    with pytest.raises(M3DError, match=r"has no train or test folder; .* or CLASS/\*.png with test_fraction=0.2"):
         load_data(photos)
 
 

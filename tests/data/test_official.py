@@ -128,7 +128,7 @@ def test_cifar_archive_is_found_and_its_checksum_minded(tmp_path: Path, name: st
 def test_missing_files_are_named_with_the_folder_and_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(M3DError) as caught:
         load_data("svhn", data_root=tmp_path, download=False)
-    for part in ("'svhn'", str(tmp_path), "svhn.npz", "train_32x32.mat", "test_32x32.mat", "--data-root", "M3D_DATA"):
+    for part in ("'svhn'", str(tmp_path), "svhn.npz", "train_32x32.mat", "test_32x32.mat", "data_root", "M3D_DATA"):
         assert part in str(caught.value)
 
 
@@ -206,7 +206,7 @@ def test_unreachable_server(tmp_path: Path) -> None:
     with socket.socket() as taken:  # bound but not listening: nothing answers at this port
         taken.bind(("127.0.0.1", 0))
         record, _ = tiny_mnist(f"http://127.0.0.1:{taken.getsockname()[1]}")
-        with pytest.raises(M3DError, match=r"could not be downloaded.*\.gz.* --data-root"):
+        with pytest.raises(M3DError, match=r"could not be downloaded.*\.gz.* data_root"):
             official.read(record, tmp_path / "root")
     assert files_below(tmp_path / "root") == []
 

@@ -196,7 +196,7 @@ def test_a_disk_that_is_too_small_is_said_first(root: Path, monkeypatch: pytest.
 def test_a_cache_that_cannot_be_written(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (root.parent / "file").write_text("")
     monkeypatch.setenv("M3D_CACHE", str(root.parent / "file"))
-    with pytest.raises(M3DError, match=r"cannot write the cache .*--resident yes"):
+    with pytest.raises(M3DError, match=r"cannot write the cache .*resident='yes'"):
         load_data(root, resident="no")
 
 
@@ -249,7 +249,7 @@ def test_placement_on_a_device(tiny: Dataset) -> None:
 def test_all_images_at_once_must_fit(tiny: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     part = stream(tiny.train).split(0.25, 0)[0]
     monkeypatch.setattr(streamed, "available_memory", lambda: 1000)
-    with pytest.raises(M3DError, match=r"needs all 27 images at once, .*--size"):
+    with pytest.raises(M3DError, match=r"needs all 27 images at once, .*lower size"):
         _ = part.images
 
 

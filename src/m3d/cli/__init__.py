@@ -15,6 +15,7 @@ from m3d.cli import runs, sets, grids  # isort: skip (the order in which help li
 from m3d.cli.options import app
 from m3d.errors import Interrupted, M3DError
 from m3d.version import __version__
+from m3d.wording import typed
 
 # Click's base error. Some releases of Typer depend on Click and some carry their own copy; this finds either.
 _ClickException: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
@@ -45,7 +46,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the command line: one-line errors, exit code 2, no traceback."""
     _wait_patiently()
     try:
-        with stop_in_imports():
+        with stop_in_imports(), typed():
             code = app(arguments, prog_name="m3d", standalone_mode=False)
     except M3DError as error:
         _fail(str(error), 2)

@@ -28,6 +28,7 @@ from m3d.data.classes import ClassData, channel_statistics
 from m3d.data.streamed import HostImages, StreamedData
 from m3d.errors import M3DError
 from m3d.files import read_json, write_json
+from m3d.wording import option
 
 if TYPE_CHECKING:
     from m3d.data.ingest import Source, Task
@@ -101,7 +102,7 @@ def build(key: str, task: Task) -> None:
     except OSError as error:
         raise M3DError(
             f"cannot write the cache {str(building)!r}: {error.strerror or error}; name another place with the "
-            f"environment variable M3D_CACHE, or keep all images in memory with --resident yes"
+            f"environment variable M3D_CACHE, or keep all images in memory with {option('resident', 'yes')}"
         ) from error
 
 
@@ -129,7 +130,7 @@ def _require_space(building: Path, task: Task) -> None:
     if need > free:
         raise M3DError(
             f"the decoded images need {need / 1e9:.1f} GB more, and {building.parent} has {free / 1e9:.1f} GB free; "
-            f"lower --size, or name another place with the environment variable M3D_CACHE"
+            f"lower {option('size')}, or name another place with the environment variable M3D_CACHE"
         )
 
 

@@ -18,11 +18,10 @@ from m3d.data.keep_back import KeepBack
 from m3d.decode import Encoded, fit
 from m3d.errors import M3DError
 from m3d.limits import IMAGE_SUFFIXES
+from m3d.wording import option
 
 _TEST_FOLDERS = ("test", "val", "valid", "validation")  # the first that exists is the test split
 _LAYOUT = "expected: train/CLASS/*.png and test/CLASS/*.png (or val, valid, validation; any image format)"
-
-_OR_KEEP_BACK = ", or CLASS/*.png with --test-fraction 0.2, which keeps back a part of each class to test on"
 
 
 class FolderFiles:
@@ -89,7 +88,9 @@ def read_folder(
         return *read(*keep_back.of(FolderFiles(base, names)), size, handling or Handling()), names
     if not (root / "train").is_dir() or test_root is None:
         missing = "train" if test_root is not None else "test" if (root / "train").is_dir() else "train or test"
-        raise M3DError(f"{root}: has no {missing} folder; {_LAYOUT}{'' if test_root else _OR_KEEP_BACK}")
+        kept_back = f"{option('test_fraction', 0.2)}, which keeps back a part of each class to test on"
+        instead = "" if test_root else f", or CLASS/*.png with {kept_back}"
+        raise M3DError(f"{root}: has no {missing} folder; {_LAYOUT}{instead}")
     names, test_names = _class_names(root / "train", classes), _class_names(test_root, classes)
     if set(names) != set(test_names):
         missing = ", ".join(sorted(set(names) - set(test_names))) or "none"

@@ -14,6 +14,7 @@ from m3d.data.ingest import Handling, read
 from m3d.data.keep_back import KeepBack
 from m3d.decode import Encoded
 from m3d.errors import M3DError
+from m3d.wording import option
 
 PREFIX = "hf:"
 _TEST_SPLITS = ("test", "validation", "valid", "val")
@@ -88,7 +89,8 @@ def read_hub(
         return *read(*keep_back.of(whole), size, handling), whole.class_names
     if "train" not in splits or test_name is None:
         raise M3DError(
-            f"{source}: has the splits {', '.join(splits)}; needed: train, and test or validation (or --test-fraction)"
+            f"{source}: has the splits {', '.join(splits)}; needed: train, and test or validation "
+            f"(or {option('test_fraction')})"
         )
     train, test = (HubImages(splits[name], f"{source}/{name}") for name in ("train", test_name))
     if train.class_names != test.class_names:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from m3d.errors import M3DError
+from m3d.wording import option
 
 SIDE = 224
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -62,5 +63,6 @@ def root_of(name: str, data_root: Path) -> Path:
             return place
     raise M3DError(
         f"dataset {name!r} is not in {data_root}: name the folder of your ILSVRC 2012, which holds "
-        f"train/nXXXXXXXX/*.JPEG and val/nXXXXXXXX/*.JPEG, with --data-root or the environment variable M3D_DATA"
+        f"train/nXXXXXXXX/*.JPEG and val/nXXXXXXXX/*.JPEG, with {option('data_root')} or the environment variable "
+        f"M3D_DATA"
     )

@@ -24,6 +24,7 @@ from m3d.data.streamed import available_memory
 from m3d.decode import BadImage, Encoded, Look, decode, is_grey
 from m3d.errors import M3DError, unknown
 from m3d.files import write_bytes
+from m3d.wording import option
 
 log = logging.getLogger(__name__)
 RESIDENT = ("auto", "yes", "no")
@@ -103,7 +104,7 @@ class Task:
         _, h, w = self.shape
         return M3DError(
             f"images differ in size: {self.model} is {w}×{h}, {name} is {width}×{height}; "
-            f"bring them to one size with --size N"
+            f"bring them to one size with {option('size')}"
         )
 
 
@@ -191,4 +192,6 @@ def _judged(
 
 def unreadable(source: Source, index: int, reason: str) -> M3DError:
     """The error for an image that is none, or a damaged one."""
-    return M3DError(f"{source.name(index)}: cannot be read as an image ({reason}); --on-bad-image skip leaves it out")
+    return M3DError(
+        f"{source.name(index)}: cannot be read as an image ({reason}); {option('on_bad_image', 'skip')} leaves it out"
+    )

@@ -14,6 +14,7 @@ from m3d.data import readers
 from m3d.data.readers import Arrays
 from m3d.errors import M3DError
 from m3d.registry import canonical
+from m3d.wording import option
 
 log = logging.getLogger(__name__)
 
@@ -295,7 +296,7 @@ def _download(record: Record, root: Path, refused: Sequence[Path]) -> tuple[Arra
     except ImportError as error:
         raise M3DError(
             f"{record.name} is not below {str(root)!r}, and downloading it needs the package pooch, which is not "
-            f"installed; install it, or point --data-root or M3D_DATA at the data"
+            f"installed; install it, or point {option('data_root')} or M3D_DATA at the data"
         ) from error
 
     pooch.get_logger().setLevel(logging.WARNING)  # it writes to the terminal by itself; we log instead
@@ -319,7 +320,7 @@ def _missing(record: Record, root: Path, refused: Sequence[Path], why: str) -> M
     other = f" Not the official files (md5 differs): {', '.join(map(str, refused))}." if refused else ""
     return M3DError(
         f"dataset {record.name!r} is not in {root} {why}.{other} Put {record.name}.npz or {forms} there, "
-        f"or name the folder that has them with --data-root or the environment variable M3D_DATA."
+        f"or name the folder that has them with {option('data_root')} or the environment variable M3D_DATA."
     )
 
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from m3d.data.archive import read_arrays
 from m3d.errors import M3DError
+from m3d.wording import option
 
 # (bytes, where they come from) -> images [n, 32, 32, 3], labels [n]
 Decode = Callable[[bytes, str], tuple[np.ndarray, np.ndarray]]
@@ -243,7 +244,9 @@ def read_npz(path: Path, test: bool = True) -> Arrays:
     missing = [key for key in _NPZ_KEYS if key not in found]
     no_test = missing == ["x_test", "y_test"]
     if missing and (test or not no_test):
-        instead = "; or --test-fraction 0.2, which keeps back a part of each class to test on" if no_test else ""
+        instead = (
+            f"; or {option('test_fraction', 0.2)}, which keeps back a part of each class to test on" if no_test else ""
+        )
         needed = ", ".join(_NPZ_KEYS)
         raise M3DError(f"{path}: found the keys {', '.join(found) or 'none'}; needed: {needed}{instead}")
     names = _names(parts.get("class_names"), f"{path}: class_names")

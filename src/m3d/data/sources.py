@@ -18,6 +18,7 @@ from m3d.data.official import Record
 from m3d.data.readers import Arrays
 from m3d.errors import M3DError, unknown
 from m3d.normalise import Zca
+from m3d.wording import resuming
 
 
 class NotThere(M3DError):
@@ -134,7 +135,7 @@ def _from_path(
     if hub.is_saved(path):
         return _from_hub(str(path), size, recipe, handling, keep_back)
     if (path / "run.json").is_file():
-        raise M3DError(f"{path}: is the folder of a run, not of images; m3d condense --resume continues it")
+        raise M3DError(f"{path}: is the folder of a run, not of images; {resuming(path)} continues it")
     if path.is_dir():
         train, test, names = folder.read_folder(path, size, handling=handling, keep_back=keep_back)
         mean, std = train.statistics()

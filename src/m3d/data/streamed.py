@@ -18,6 +18,7 @@ from torch import Tensor
 from m3d import rng
 from m3d.data.classes import ClassData, Reader, Statistics, channel_statistics
 from m3d.errors import M3DError
+from m3d.wording import option
 
 _STAGED = 2**28  # bytes of images that wait on the device at once; twice as many wait on the host
 _MOST_STEPS = 64
@@ -103,7 +104,8 @@ class StreamedData(ClassData):
         if need > free:
             raise M3DError(
                 f"this needs all {len(self)} images at once, {need / 1e9:.1f} GB, and {self.device} has "
-                f"{free / 1e9:.1f} GB free; lower --size, or use a method that reads a batch at a time (m3d, dm, dc)"
+                f"{free / 1e9:.1f} GB free; lower {option('size')}, or use a method that reads a batch at a time "
+                f"(m3d, dm, dc)"
             )
         images = torch.empty(len(self), *self.shape, dtype=torch.uint8, device=self.device)
         first = 0

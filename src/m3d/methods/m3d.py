@@ -36,6 +36,7 @@ from m3d.pools import Fresh
 from m3d.select import InitSpec, make_init
 from m3d.tiles import CellHeight, Chroma, Factor, Margin, Tiles, one_layout
 from m3d.upsamplers import Upsample
+from m3d.wording import option
 
 
 def size_rate(shape: tuple[int, int, int]) -> float:
@@ -97,7 +98,7 @@ def m3d(
     chosen = make_kernel(kernel)
     if lr is None:
         if chosen.rate is None:
-            raise M3DError(f"kernel {kernel!r} has no default learning rate; give one with --lr")
+            raise M3DError(f"kernel {kernel!r} has no default learning rate; give one with {option('lr')}")
         lr = chosen.rate * size_rate(task.shape) * task.ipc
     own = own_settings(task)
     if factor is None:
