@@ -17,7 +17,7 @@ from m3d.methods import METHODS, Task
 from m3d.reproduce.cells import FACTS, imagenet_epochs, select
 from m3d.reproduce.cost import condensing, estimate, evaluating
 from m3d.reproduce.plans import ALIASES, PLANS, find
-from m3d.reproduce.records import Records
+from m3d.reproduce.records import Records, read
 
 RESULTS = Path(__file__).parents[2] / "results" / "reproduce"
 NAMES = {
@@ -122,6 +122,18 @@ def test_baselines_of_mnist_are_measured_as_dc_measured_them():
         assert cells[f"mnist/10/{method}@dc-mnist/seed0"] == "dc-mnist"
         assert cells[f"fashion-mnist/10/{method}@dc/seed0"] == "dc"
     assert cells["mnist/10/dsa@dsa/seed0"] == "dsa"
+
+
+def test_soft_labels_stand_in_a_table_of_their_own():
+    """Nothing measured with them is in a column of hard labels, nor the other way round; the bytes of both are told."""
+    plan = PLANS["beyond"]
+    kinds = {cell.column: cell.labels for cell in plan.cells}
+    assert all(kinds[cell.column] == cell.labels for cell in plan.cells) and list(kinds.values()).count("soft") == 1
+    tables = {table.title for table in plan.tables for column in table.columns if kinds[column.cells] == "soft"}
+    assert tables == {"With soft labels"}
+    record = {"storage": {"pixels": 4096, "labels": 1536}}
+    assert [read(record, f"stored {what}").mean for what in ("pixels", "labels")] == [4.0, 1.5]
+    assert read({}, "stored labels") is None
 
 
 def test_seeds():
