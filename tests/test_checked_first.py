@@ -15,6 +15,7 @@ import m3d
 from m3d import trained
 from m3d.errors import Interrupted, M3DError
 from m3d.evaluation import make_protocol
+from m3d.methods import METHODS
 from m3d.nets import FlatNet, make_net
 from m3d.objectives import MMD
 from m3d.pools.experts import train_experts
@@ -243,8 +244,9 @@ class _Judged:
         ({"cell": -1}, "cell=-1 is not valid"),
         ({"method": "random", "margin": -2}, "margin=-2 is not valid"),
         *[
-            ({"method": method, "factor": 2, "cell": 9}, "cell=9 and factor=2 both say how images are cut")
-            for method in ("m3d", "m3d+", "random", "herding", "k-center")
+            ({"method": name, "factor": 2, "cell": 9}, "cell=9 and factor=2 both say how images are cut")
+            for name in METHODS.names()
+            if {"factor", "cell"} <= METHODS.get(name).options().keys()
         ],
         ({"device": "tpu"}, "unknown device 'tpu'"),
         ({"precision": "fp8"}, "unknown precision 'fp8'"),

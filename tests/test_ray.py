@@ -221,6 +221,8 @@ def test_a_worker_that_does_not_see_the_folder_says_so(tmp_path):
     (tmp_path / _TOKEN).write_text("token")
     assert worker.make(cell("x", Source("digits", 1, "random", (), NET)))[0] == "made"
     assert worker.look() == "epoch 2 of 2"
+    kind, why = worker.make(cell("x", Source("digits", 500, "random", (), NET)))
+    assert kind == "refused" and "take --ipc" in why  # said as on the command line that began it
     worker.stop()
     assert worker.make(cell("x", Source("digits", 1, "random", (), NET), 3))[0] == "stopped"
 

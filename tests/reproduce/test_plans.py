@@ -15,9 +15,10 @@ from m3d.errors import M3DError
 from m3d.grid.cells import STEPS, Cell, Overrides, Source, cell_digest, set_digest
 from m3d.methods import METHODS, Task
 from m3d.reproduce.cells import FACTS, imagenet_epochs, select
-from m3d.reproduce.cost import condensing, estimate, evaluating
+from m3d.reproduce.cost import _TEACHERS, condensing, estimate, evaluating
 from m3d.reproduce.plans import ALIASES, PLANS, find
 from m3d.reproduce.records import Records, read
+from m3d.teachers import Teachers
 
 RESULTS = Path(__file__).parents[2] / "results" / "reproduce"
 NAMES = {
@@ -134,6 +135,12 @@ def test_soft_labels_stand_in_a_table_of_their_own():
     record = {"storage": {"pixels": 4096, "labels": 1536}}
     assert [read(record, f"stored {what}").mean for what in ("pixels", "labels")] == [4.0, 1.5]
     assert read({}, "stored labels") is None
+    usual = Teachers()  # what the table's note and the estimates say of them
+    assert (usual.teacher, usual.teachers, usual.epochs) == (
+        "convnet3",
+        5,
+        20,
+    ) and usual.teachers * usual.epochs == _TEACHERS
 
 
 def test_seeds():

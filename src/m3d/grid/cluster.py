@@ -27,6 +27,7 @@ from m3d.grid.work import Measure, Place, Watch, Workshop
 from m3d.registry import load_plugin, loaded_plugins
 from m3d.runtime import stop_when
 from m3d.watch import Progress
+from m3d.wording import typed
 
 _CONNECT_SECONDS = 5.0
 _LOOK_SECONDS = 0.5
@@ -122,7 +123,7 @@ class CellWorker:
         """("made", record), ("refused", why) or ("stopped", where)."""
         self._state = "loads data"
         try:
-            with stop_when(self._asked):
+            with stop_when(self._asked), typed():  # a command began it, somewhere else
                 return "made", self._open().make(cell)
         except Interrupted as stop:
             return "stopped", str(stop)
